@@ -173,9 +173,18 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, changes: dict[str, Any],
         dt.sweep(make, **{"variants": {"lr": [0.1]}, "output_dir": tmp_path, "quiet": True, **changes})
 
 
-def test_several_processes_do_the_same_runs(tmp_path: Path) -> None:
-    result = dt.sweep(make, {"lr": [0.1, 0.05]}, seeds=[0, 1], parallel=2, output_dir=tmp_path, quiet=True)
+def with_worker(lr: float, seed: int) -> tuple[dt.Job, dt.Config]:
+    """The same job; workers of its loader would be started as those of a run without a sweep."""
+    job, config = make(lr, seed)
+    assert multiprocessing.get_start_method() == os.environ["START_METHOD"]
+    return job, config
+
+
+def test_several_processes_do_the_same_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("START_METHOD", multiprocessing.get_start_method())
+    result = dt.sweep(with_worker, {"lr": [0.1, 0.05]}, seeds=[0, 1], parallel=2, output_dir=tmp_path, quiet=True)
     assert result.is_done
+    assert [row["state"] for row in result.rows] == ["done", "done"], "a loader's workers are started as elsewhere"
     for lr in (0.1, 0.05):
         assert losses(folder_of(result, lr, 1)) == losses(trained(tmp_path, lr, 1))
 

@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, get_start_method, set_start_method
 from pathlib import Path
 from signal import SIG_BLOCK, SIG_SETMASK, SIG_UNBLOCK, SIGINT, pthread_sigmask, signal
 from statistics import mean
@@ -492,7 +492,7 @@ class _Runner:
         if self._pool is None:
             context = get_context("spawn")  # a fork would have the locks of our threads, and no working CUDA
             numbers = context.Value("i", 0)
-            told = (numbers, self._parallel, os.getpid())
+            told = (numbers, self._parallel, os.getpid(), get_start_method())
             self._pool = ProcessPoolExecutor(self._parallel, context, _start_worker, told)
         running: dict[Future[Row], Any] = {}
         while True:
@@ -537,13 +537,14 @@ def _sigint_held() -> Iterator[None]:
         pthread_sigmask(SIG_SETMASK, before)
 
 
-def _start_worker(numbers: Any, parallel: int, parent: int) -> None:
+def _start_worker(numbers: Any, parallel: int, parent: int, start_method: str) -> None:
     """Prepare a process: its share of the cores, its GPU, and no traceback when Ctrl-C comes between runs.
 
     It ends with the sweep, even one that is killed: an orphan would go on with a run that the same command begins anew,
     and then wait forever for another.
     """
     die_with_parent(parent)
+    set_start_method(start_method, force=True)  # of a loader's workers: ours would have them import the user's script
     with numbers.get_lock():
         _worker[:] = [numbers.value]
         numbers.value += 1
