@@ -152,8 +152,14 @@ def test_damaged_lines_are_left_out_and_said(copied: Path, damage: bytes) -> Non
     assert pixels((copied / "training_metrics.png").read_bytes())[2] > 50
 
 
+def test_a_line_that_is_no_step_hides_no_other(copied: Path) -> None:
+    with (copied / "steps.jsonl").open("a") as file:
+        file.write('{"step": 1}\n{"step": null, "epoch": "x", "loss": "y"}\n')
+    assert write_report(copied) == ["2 damaged lines of steps.jsonl are left out"]
+
+
 def test_a_damaged_folder_is_said_and_raises_nothing(copied: Path) -> None:
-    (copied / "steps.jsonl").write_text('{"step": 1}\n')
+    (copied / "metrics.jsonl").write_text('{"valid_loss": 1.0}\n')
     problems = write_report(copied)
     assert len(problems) >= 2
     assert all("was not written" in text for text in problems)

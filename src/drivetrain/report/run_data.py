@@ -16,6 +16,7 @@ from drivetrain.core.records import RESERVED_NAMES
 from drivetrain.core.run_folder import read_rows, read_yaml
 
 Row = dict[str, Any]
+NUMBERS_OF_A_STEP = ("step", "epoch", "samples", "num_items", "loss", "seconds")
 TESTED = "weights_of_step"  # in rows of metrics.jsonl that are of the test after the last step
 
 
@@ -68,7 +69,7 @@ class RunData:
             job=_yaml(folder / "job.yaml", damage),
             plan=_yaml(folder / "plan.yaml", damage),
             hardware=_yaml(folder / "hardware.json", damage),
-            steps=_lines(folder / "steps.jsonl", damage),
+            steps=_lines(folder / "steps.jsonl", damage, NUMBERS_OF_A_STEP),
             metrics=[row for row in metrics if TESTED not in row],
             tests=[row for row in metrics if TESTED in row],
             speed=_lines(folder / "speed.jsonl", damage),
@@ -230,8 +231,11 @@ def _yaml(path: Path, damage: list[str]) -> Row:
     return found if isinstance(found, dict) else {}
 
 
-def _lines(path: Path, damage: list[str]) -> list[Row]:
-    rows, num_damaged = read_rows(path)
+def _lines(path: Path, damage: list[str], numbers: Sequence[str] = ()) -> list[Row]:
+    """Return the rows of a file; those in which one of `numbers` is no number are damaged as well."""
+    found, num_damaged = read_rows(path)
+    rows = [row for row in found if all(isinstance(row.get(name), (int, float)) for name in numbers)]
+    num_damaged += len(found) - len(rows)
     if num_damaged:
         damage.append(f"{num_damaged} damaged lines of {path.name} are left out")
     return rows
