@@ -1,5 +1,6 @@
 """`dt.prove` and `drivetrain prove`: Drivetrain itself as the trainer under test."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -111,3 +112,25 @@ def test_a_batch_that_grows_is_proven_and_one_that_does_not_is_found(
     monkeypatch.setattr(Job, "batch_sizes", property(lambda job: () if job.name == "prove" else ((0, 4), (1000, 8))))
     certificate = dt.prove(job, extent=extent, output=tmp_path / "c.json", quiet=True)
     assert Kind.GLOBAL_BATCH in {check.verdict.kind for check in certificate.checks if check.verdict}
+
+
+def test_a_trainer_is_not_blamed_for_frozen_weights_that_follow_in_each_forward(tmp_path: Path) -> None:
+    class Taught(nn.Module):
+        """Has a teacher, a copy at first, that each forward moves towards the rest."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+            self.teacher = copy.deepcopy(self.inner).requires_grad_(False)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            for own, other in zip(self.teacher.parameters(), self.inner.parameters(), strict=True):
+                own.data.mul_(0.9).add_(other.data, alpha=0.1)
+            result: torch.Tensor = self.inner(inputs) + self.teacher(inputs)
+            return result
+
+    extent = Extent(num_steps=6, max_world=1, only=("micro-batches",), repeats=False)
+    certificate = dt.prove(vector_job(model=Taught), extent=extent, output=tmp_path / "c.json", quiet=True)
+    assert not [check for check in certificate.checks if check.status == "failed"]
+    (unknown, *_) = [check for check in certificate.checks if check.status == "unknown"]
+    assert "how often the loss was called" in unknown.detail

@@ -107,4 +107,6 @@ class Certificate:
         result = "nothing differs that rounding does not explain" if self.ok else "NOT proven: see above"
         if self.ok and any(check.status == "job" for check in self.checks):
             result = "the trainer is right; what differs is the job's own"
+        elif self.ok and any(check.status == "unknown" for check in self.checks):
+            result = "nothing differs that rounding does not explain, in what could be compared"
         console.print(f"{result} ({len(self.checks)} checks, {self.seconds:.0f} s)")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.core.isolation import frozen_to_copy
 from drivetrain.core.precision import as_real
 from drivetrain.moe.layer.mixture import Settlement, auxiliary_loss
 from drivetrain.proving.case import (
@@ -134,7 +135,8 @@ class ReferenceFacts:
     least_part: int  # samples that a micro-batch must have: batch statistics need two
     items_draw: bool  # whether reading an item draws random numbers
     model_draws: bool  # whether the loss draws as the user has it, dropout included
-    remembers: bool  # whether a second call on the same batch, weights, buffers and seeds gives another loss
+    remembers: bool  # whether a second call on the same batch, weights, buffers and seeds gives another loss, or
+    # a call changes weights that are frozen
     parts: Mapping[str, PartKind] = field(default_factory=dict)  # of a loss with named parts, what each is
     late_parts: tuple[str, ...] = ()  # those whose count only a forward tells
     of_turns: Mapping[str, "ReferenceFacts"] = field(default_factory=dict)  # for several losses, of each by itself
@@ -702,8 +704,10 @@ def _items_draw(case: Case, numbers: Sequence[int]) -> bool:
 
 
 def _remembers(case: Case, numbers: Sequence[int]) -> bool:
-    """Return whether the model or the loss keeps something between calls that is neither parameter nor buffer."""
+    """Return whether the model or the loss keeps something between calls that is no buffer or trained weight."""
     model, _ = _made(case, NO_BUG)
+    frozen = [(weight, weight.detach().clone()) for weight in frozen_to_copy(model)]
+    versions = [weight._version for weight, _ in frozen]
     batch = plain_batch(case, numbers)
     values = []
     buffers = _buffers(model)
@@ -715,4 +719,6 @@ def _remembers(case: Case, numbers: Sequence[int]) -> bool:
         auxiliary_loss(model)
         Settlement(model).forget()
         values.append(float(weighted_sum(case.job, part_means(case.job, result, batch), 0).detach()))
-    return len(set(values)) > 1
+    moved = [weight._version for weight, _ in frozen] != versions
+    moved |= any(not torch.equal(weight, before) for weight, before in frozen)
+    return moved or len(set(values)) > 1
