@@ -527,7 +527,10 @@ class _Conduct:
         free = [
             parameter
             for parameter in model.parameters()
-            if parameter.requires_grad and parameter.grad is None and not is_distributed(parameter)
+            if parameter.requires_grad
+            and parameter.grad is None
+            and parameter.numel()
+            and not is_distributed(parameter)
         ]
         # A gradient as of the micro-batch before: it shows whether the function clears it.
         self._planted = min(free, key=Tensor.numel, default=None)
