@@ -23,7 +23,8 @@ from tests.api.jobs import Trained, Variant, Vectors, run
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, MixtureModel, mixture_loss, run_mixture
 
-EXPERT_PARALLEL = {"parallel_strategy": "expert_parallel"}
+# Replicas are compared, too: the experts of a rank have none, and all else is the same to the bit.
+EXPERT_PARALLEL = {"parallel_strategy": "expert_parallel", "compare_replicas": 3}
 # 100 = 3 × 30 + 10: the last step of an epoch leaves ranks without samples.
 STEPS = Variant(steps=9, global_batch=30, num_samples=100)  # two epochs of 4, each with a short last one, and a third
 

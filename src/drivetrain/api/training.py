@@ -395,7 +395,14 @@ class _Loop:
         )
         self._spikes = SpikeWatch(run.config.watch.spikes, recorder.event, recorder.say)
         every = run.config.watch.compare_replicas if run.is_whole else 0
-        self._replicas = ReplicaCheck(parts.model, parts.optimizer, run.world, recorder.event, every=every)
+        self._replicas = ReplicaCheck(
+            parts.model,
+            parts.optimizer,
+            run.world,
+            recorder.event,
+            every=every,
+            shares_experts=run.spec.shares_experts,
+        )
 
     def _bad_numbers(self, stepper: Stepper, first_step: int) -> BadNumbers | None:
         """Return the judge of numbers that are not finite; None where the run stops at the first. Collective."""

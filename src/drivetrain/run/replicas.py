@@ -18,6 +18,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import as_real
 from drivetrain.core.records import StepRecord
 from drivetrain.core.world import World
+from drivetrain.moe.layer.mixture import mixtures_in
 from drivetrain.run.grad_norm import round_up
 
 EVERY, MOST_SHARE = 100, 0.005  # steps, and of the time
@@ -35,19 +36,21 @@ class ReplicaCheck:
         tell: Callable[..., None],
         *,
         every: int | None = None,
+        shares_experts: bool = False,
     ) -> None:
         """Take what is compared.
 
         Args:
-            model: The model, of which every rank has a whole one.
+            model: The model, of which every rank has a whole one, but for experts that are shared out.
             optimizer: Its optimizer.
             world: The ranks.
             tell: Writes an event.
             every: Steps between two comparisons; None: by what it costs. 0: never.
+            shares_experts: Whether every rank holds experts of its own, which have no replica.
         """
         self._model, self._optimizer, self._world, self._tell = model, optimizer, world, tell
         self._pinned, self.every = every is not None, EVERY if every is None else every
-        self._last_equal, self._is_warm = 0, False
+        self._last_equal, self._is_warm, self._shares_experts = 0, False, shares_experts
 
     def observe(self, record: StepRecord) -> None:
         """Compare, if it is due. Raises on all ranks if some differ; the host waits for the device and the others.
@@ -77,7 +80,11 @@ class ReplicaCheck:
 
     def _tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
+        layers = mixtures_in(self._model).values() if self._shares_experts else ()
+        own = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
         for name, parameter in self._model.named_parameters():
+            if id(parameter) in own:
+                continue
             found[name] = parameter.detach()
             for kind, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
