@@ -345,6 +345,29 @@ def test_channels_last_where_it_is_faster(gain: float, taken: bool) -> None:
     assert Machine(channels_last_gain=gain).tune(others={"channels_last": (True,)}).way.channels_last is taken
 
 
+@pytest.mark.parametrize(("more_bytes", "kept"), [(0, True), (10**9, False)])
+def test_what_is_faster_and_takes_more_than_may_be_used_is_left(more_bytes: int, kept: bool) -> None:
+    """A sharded model's weights that are kept after forward: they fit the device, but not its part that is free."""
+    machine = Machine(fixed=10**9, sample=1, memory=16 * 10**8)
+
+    def measure(way: StepWay, seconds: float) -> Measurement:
+        found = machine.measure(way, seconds)
+        if way.reshard:
+            return found
+        peak, faster = found.peak_bytes + more_bytes, found.sample_seconds / 2
+        return found.model_copy(update={"peak_bytes": peak, "sample_seconds": faster})
+
+    scope = Scope(
+        rank_samples=64,
+        remaining_samples=10**7,
+        memory_limit_bytes=machine.memory,
+        others={"reshard": Others(values=(False,)), "compile_mode": Others()},
+    )
+    tuned = tune(StepWay(micro_batch=64), scope, measure, lambda: machine.now)
+    assert tuned.way.reshard is not kept
+    assert ("takes 2 GB, more than may be used" in tuned.reasons["reshard"]) is not kept
+
+
 def test_measuring_ends_with_its_time() -> None:
     machine = Machine()
     tuned = machine.tune(budget_seconds=0.2, others={"channels_last": (True,)}, rank_samples=4096)

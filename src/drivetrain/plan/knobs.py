@@ -280,7 +280,8 @@ _COMPILED_AS_ONE: dict[CompileScope, str] = {
 def _tell_compile_scope(outcome: PlanningOutcome) -> Choice[str] | None:
     if outcome.way.compile_mode is None:
         return None
-    what = _COMPILED_AS_ONE[outcome.way.compile_scope]
+    is_sharded = outcome.facts.num_units > 0  # gathering stays outside of what is compiled
+    what = _COMPILED_AS_ONE["blocks" if is_sharded else outcome.way.compile_scope]
     asked = ASKED_FOR if "compile_scope" in outcome.facts.pinned else outcome.reasons.get("compile_scope", "")
     return Choice(value=outcome.way.compile_scope, reason=f"{what}{f'; {asked}' if asked else ''}")
 

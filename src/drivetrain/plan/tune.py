@@ -11,7 +11,7 @@ from typing import Protocol
 
 from pydantic import Field
 
-from drivetrain.core.value import Value
+from drivetrain.core.value import Value, format_bytes
 from drivetrain.plan.knobs import BY_FIELD, LEAST_GAIN, CompileMode, CompileScope, Knob, Others, StepWay, knobs_of
 from drivetrain.plan.memory import MOST_SIZES, MemoryModel, Peak, bound_to_fit, largest_that_fits, next_size_to_measure
 
@@ -320,6 +320,9 @@ class _Search:
         after = self._try(other)
         if after.problem:
             self._reasons[field] = f"{label} cannot be used: {after.problem}"
+            return way
+        if before.peak_bytes <= self._scope.memory_limit_bytes < after.peak_bytes:
+            self._reasons[field] = f"{label} takes {format_bytes(after.peak_bytes)}, more than may be used"
             return way
         gain = before.sample_seconds / after.sample_seconds - 1
         taken = gain > least_gain
