@@ -7,6 +7,10 @@ rate. The best of their last validation losses is the target. Muon (`dt.muon_wit
 or halves it, or takes what is between. The seconds to the target are those of the training steps alone: the steps until
 the first validation that is no worse, times the median of a step. Nothing is taken from between two validations.
 
+A race counts only if AdamW learned something by its end: its loss stands beside that of a table of which byte follows
+which. An AdamW that is no better has not begun to use its context, and any ratio against it says nothing about longer
+runs.
+
 `MUON_RACE_SIZE` is one of `SIZES`. `MUON_RACE_SECONDS` is the time for all of it: the number of steps follows from
 what a few steps of each take in the beginning.
 """
@@ -78,6 +82,7 @@ class Corpus:
     held_out: TensorDataset
     num_bytes: int
     digest: str
+    pair_loss: float  # on what is held out, of a table of which byte follows which
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ def race(
         runs.adamw_rate = adamw[0].rate
         muon = tuned(lambda rate: runs.run("muon", rate, int(SHARE * num_steps)), FIRST_RATES["muon"], trials)
     named = {f"corpus (MB; sha256 {corpus.digest[:16]})": [corpus.num_bytes / 1e6]}
-    return {**named, **figures(adamw, muon)}
+    return {**named, **figures(adamw, muon, corpus.pair_loss)}
 
 
 def steps_that_fit(seconds: float, adamw: float, muon: float) -> int:
@@ -206,7 +211,7 @@ def tuned(run: Callable[[float], Trial], first: float, trials: int) -> list[Tria
     return found
 
 
-def figures(adamw: Sequence[Trial], muon: Sequence[Trial]) -> dict[str, list[float]]:
+def figures(adamw: Sequence[Trial], muon: Sequence[Trial], pair_loss: float) -> dict[str, list[float]]:
     """Return the rows of the table, from the trials of both, the best first."""
     target, best = adamw[0].last, adamw[0]
     times = [(seconds, trial) for trial in muon if (seconds := trial.seconds_until(target)) is not None]
@@ -218,6 +223,8 @@ def figures(adamw: Sequence[Trial], muon: Sequence[Trial]) -> dict[str, list[flo
         told[f"{name}: steps of a trial"] = [max(trials[0].losses)]
         told[f"{name}: step (ms)"] = [1e3 * trial.step_seconds for trial in trials]
     told["AdamW: best last validation loss"] = [target]
+    told["loss of a table of byte pairs"] = [pair_loss]
+    told["AdamW: its loss is below 0.75 of that table's (1: the race counts)"] = [float(target < 0.75 * pair_loss)]
     whole = best.seconds_until(target)
     assert whole is not None, "it is its own"
     told["AdamW: seconds of training to that loss"] = [whole]
@@ -250,12 +257,24 @@ def corpus_of(files: Sequence[Path], size: Size) -> Corpus:
         parts[number % EVERY_FILE == 0].append(content)
     train, held_out = (b"".join(part) for part in parts)
     rows_of_both = [_rows(text, size.length + 1) for text in (train, held_out)]
+    kept = _spread(rows_of_both[1], size.held_out)
     return Corpus(
         TensorDataset(rows_of_both[0]),
-        TensorDataset(_spread(rows_of_both[1], size.held_out)),
+        TensorDataset(kept),
         len(train) + len(held_out),
         hashlib.sha256(train + held_out).hexdigest(),
+        pair_loss(rows_of_both[0], kept),
     )
+
+
+def pair_loss(train: Tensor, held_out: Tensor) -> float:
+    """Return the loss of a table of which byte follows which, counted in one text, on another, in nats per byte."""
+
+    def pairs(of: Tensor) -> Tensor:
+        return (of[:, :-1].long() * KINDS + of[:, 1:].long()).flatten()
+
+    counts = torch.bincount(pairs(train), minlength=KINDS**2).view(KINDS, KINDS).double() + 0.1  # no pair is impossible
+    return float(-(counts / counts.sum(1, keepdim=True)).log().flatten()[pairs(held_out)].mean())
 
 
 def _rows(text: bytes, length: int) -> Tensor:

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks.muon_race import (
     SHARE,
     SIZES,
@@ -11,6 +12,7 @@ from benchmarks.muon_race import (
     Trial,
     corpus_of,
     figures,
+    pair_loss,
     race,
     steps_that_fit,
     tuned,
@@ -27,13 +29,21 @@ def test_seconds_are_those_of_the_steps_until_a_validation_is_no_worse() -> None
 def test_the_target_is_the_best_end_of_adamw_and_any_trial_of_muon_may_reach_it() -> None:
     adamw = [Trial(1e-3, {50: 2.0, 100: 1.5}, 0.1), Trial(2e-3, {50: 1.4, 100: 1.6}, 0.1)]
     muon = [Trial(0.02, {30: 1.6, 60: 1.3}, 0.2), Trial(0.04, {30: 1.5, 60: 1.4}, 0.2)]
-    told = figures(adamw, muon)
+    told = figures(adamw, muon, 2.1)
+    assert told["AdamW: its loss is below 0.75 of that table's (1: the race counts)"] == [1.0]
+    assert figures(adamw, muon, 1.9)["AdamW: its loss is below 0.75 of that table's (1: the race counts)"] == [0.0]
     assert told["Muon / AdamW: seconds to the loss (goal: at most 0.8)"] == [pytest.approx(6.0 / 10.0)]
     assert told["Muon / AdamW: steps to the loss"] == [pytest.approx(0.3)]
     assert told["Muon: its learning rate there"] == [0.04]
-    missed = figures(adamw, [Trial(0.02, {60: 1.6}, 0.2), Trial(0.04, {60: math.nan}, 0.2)])
+    missed = figures(adamw, [Trial(0.02, {60: 1.6}, 0.2), Trial(0.04, {60: math.nan}, 0.2)], 2.1)
     assert missed["Muon: trials that reached the loss"] == [0]
     assert not any("seconds to the loss" in row for row in missed)
+
+
+def test_the_loss_of_a_table_of_byte_pairs() -> None:
+    """After a 1 comes a 2 or a 3, as often; after those always a 1: half of the bytes take one bit."""
+    text = torch.tensor([1, 2, 1, 3] * 50_000 + [1], dtype=torch.uint8).view(1, -1)
+    assert pair_loss(text, text) == pytest.approx(math.log(2) / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("best", [3e-3, 2e-4, 0.05])
