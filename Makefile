@@ -52,7 +52,7 @@ lint: ruff  ## ruff and mypy
 	@$(BIN)/mypy
 
 docs: $(STAMP)  ## the documentation as a site, in site/; a broken link or reference fails (make test builds it, too)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet, which hides warnings, strict would not fail
 	@echo "site/index.html"
 
 docs-serve: $(STAMP)  ## the same on http://127.0.0.1:8000, built again whenever a page changes

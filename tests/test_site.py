@@ -18,7 +18,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    words = ["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    words = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]  # --quiet hides warnings from strict
     done = warm_python.run(words, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
