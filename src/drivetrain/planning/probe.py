@@ -96,6 +96,7 @@ class StepProbe:
         if self._world.any(self._journal.crashed_in(way)):
             return Measurement(problem="the last start crashed while it was tried")
         self._journal.begin(way)
+        self.leave_to(way)
         with untouched(self._world.device):
             own = self._measured(way, seconds, of_part)
         self._journal.end(way)
@@ -136,7 +137,6 @@ class StepProbe:
             problem = self._strays(model, batch, way, precision)
             if problem:
                 return Measurement(problem=problem)
-            self.leave_to(way)
             graphs = num_graphs() if way.compile_mode else 0  # to look for the compiler alone takes seconds
             optimizer, count = job.make_optimizer(model), -(-share // way.micro_batch)
             problem = self._made_capturable(optimizer, precision, count) if way.capture else ""
