@@ -331,7 +331,9 @@ class Job:
                 f"the optimizer function {returned(optimizer)}",
                 remedy="return a torch.optim.Optimizer made from the parameters it gets",
             )
-        _check_made(optimizer, groups, model)
+        _check_made(optimizer)
+        if not getattr(make, "is_given", False):
+            _check_parameters(optimizer, groups, model)
         if needs_closure(optimizer) and not getattr(make, "takes_closure", False):
             raise closure_error(optimizer)
         keep_rates_plain(optimizer)
@@ -416,11 +418,7 @@ class Job:
         return replace(aim, mode="max" if Aim(name, aim.mode).wants_more else "min")
 
 
-class ForeignParameterError(DrivetrainError):
-    """Raised if an optimizer holds a parameter that the model does not have."""
-
-
-def _check_made(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], model: nn.Module) -> None:
+def _check_made(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that would fail at the first save, or whose rates somebody else sets."""
     # A class that wraps another optimizer may not call `super().__init__()`. Without what that sets, the state could be
     # saved and not be loaded. (`Optimizer.__setstate__` would set it, too, and change the class for other instances.)
@@ -433,11 +431,15 @@ def _check_made(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], 
             remedy="return the optimizer alone, and give the job the scheduler: "
             "Job(schedule=lambda optimizer: StepLR(optimizer, 30)); it is stepped once per optimizer step",
         )
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], model: nn.Module) -> None:
+    """Refuse an optimizer with parameters of something else than the model."""
     known = {id(parameter) for group in groups for parameter in group["params"]}
     known |= set(map(id, model.parameters()))
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if id(parameter) not in known:
-            raise ForeignParameterError(
+            raise DrivetrainError(
                 f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have",
                 remedy="make it a part of the model, self.weights = nn.Parameter(…), which the loss function gets: "
                 "checkpoints, other ranks and moving averages have it then, too",

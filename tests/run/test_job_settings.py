@@ -3,17 +3,15 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain import Job, configure, train
-from drivetrain.run.job_settings import debugged, strategy_for
+from drivetrain.run.job_settings import debugged
 
 
 class Plain(Dataset[Any]):
@@ -84,15 +82,3 @@ def test_a_run(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()]
     assert any("--debug: 100 of 1,000 samples, 4 per step" in note for row in events for note in row.get("notes", ()))
     assert not (result.folder / "gpu.jsonl").exists()  # an interval of 0 writes no rows
-
-
-def test_an_optimizer_that_was_made_before_counts_as_adam_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer of a user's own loop cannot be made for a model without memory."""
-    model = nn.Linear(4, 2)
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    looped = Job(name="loop", model=lambda: model, data=TensorDataset(torch.zeros(8, 4)), loss=lambda *_: None,
-                 optimizer=lambda groups: made, global_batch=4, max_steps=4)  # fmt: skip
-    world: Any = SimpleNamespace(device=torch.device("cuda"), size=2, gather=lambda value: [value] * 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
-    assert strategy_for("auto", model, looped, world).value == "ddp"

@@ -15,6 +15,7 @@ from torch.nn import functional
 import drivetrain as dt
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import configure
+from drivetrain.core.optimizers import GivenOptimizer
 from drivetrain.core.precision import FP32_ON_CPU
 from drivetrain.core.state import local_part
 from drivetrain.core.world import World
@@ -368,7 +369,7 @@ def test_auto_shards_what_does_not_fit_whole(
     """10 million weights with Adam take 160 MB, and may take 80 % of what is free on the fullest GPU."""
     model = nn.Sequential(nn.Linear(10_000, 999, bias=False), nn.Linear(10, 1000))
     others = torch.optim.AdamW(model.parameters(), fused=False)
-    job = make_job(Variant(), **({"optimizer": lambda groups: others} if drives else {}))
+    job = make_job(Variant(), **({"optimizer": GivenOptimizer(others)} if drives else {}))
     free = [10**12, int(free_gb * 1e9)]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], free[0]))
     world: Any = SimpleNamespace(size=2, device=torch.device("cuda:0"), gather=lambda value: free)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -226,8 +226,12 @@ def closure_error(optimizer: Optimizer) -> DrivetrainError:
 
 @dataclass(frozen=True)
 class GivenOptimizer:
-    """Returns the optimizer of a loop of the user's own, which may step it with a closure."""
+    """Returns the optimizer of a loop of the user's own, which may step it with a closure.
 
+    It was made before, with the parameters as the user's model has them: not with those of shards or of copies.
+    """
+
+    is_given: ClassVar[bool] = True
     optimizer: Optimizer
     takes_closure: bool = True
 

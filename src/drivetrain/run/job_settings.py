@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Subset, TensorDataset
 
 from drivetrain.config import Config
@@ -23,7 +24,7 @@ from drivetrain.core.run_folder import has_steps, is_finished, read_job
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import Columns
 from drivetrain.data.source import Source
-from drivetrain.job import ForeignParameterError, Job
+from drivetrain.job import Job
 from drivetrain.plan import Choice, Settings
 from drivetrain.plan.rules import choose_strategy
 from drivetrain.plan.simulate import Held, forecast_held, num_bytes
@@ -84,12 +85,28 @@ def strategy_for(asked: str, model: nn.Module, job: Job, world: World) -> Choice
         return choose_strategy(None, 0, world.size)
     offloaded: int | None = None
     try:
-        held = forecast_held(model, job.make_optimizer)
+        held = _held(model, job)
         if held is not None and importlib.util.find_spec("deepspeed") is not None:
             offloaded = held.buffers + (held.parameters + held.gradients) // world.size
-    except ForeignParameterError:  # of a user's own loop, made before; and DeepSpeed cannot take over its forward
+    except _NotMadeError:  # a user's own loop, whose forward DeepSpeed cannot take over
         held = _as_adam(model)
     return choose_strategy(None if held is None else held.total, free, world.size, offloaded)
+
+
+class _NotMadeError(Exception):
+    """Raised if the job's optimizer existed before, so that it cannot be tried on other parameters."""
+
+
+def _held(model: nn.Module, job: Job) -> Held | None:
+    """Return the bytes of weights, buffers, gradients and optimizer; None where that is not known."""
+
+    def make(ghost: nn.Module) -> Optimizer:
+        optimizer, own = job.make_optimizer(ghost), set(ghost.parameters())
+        if any(parameter not in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise _NotMadeError
+        return optimizer
+
+    return forecast_held(model, make)
 
 
 def _as_adam(model: nn.Module) -> Held:

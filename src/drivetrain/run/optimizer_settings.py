@@ -30,6 +30,11 @@ class ConfiguredOptimizer:
         """Whether the optimizer is that of a loop of the user's own, which may step it with a closure."""
         return getattr(self.make, "takes_closure", False)
 
+    @property
+    def is_given(self) -> bool:
+        """Whether it was made before, with the parameters as the user's model has them."""
+        return getattr(self.make, "is_given", False)
+
     def _set_rate(self, optimizer: Optimizer) -> None:
         """Set the highest rate; those of other groups keep their ratio to it."""
         highest = max(float(group["lr"]) for group in optimizer.param_groups)
