@@ -289,7 +289,8 @@ def test_a_run_on_a_gpu_is_what_a_forecast_can_start_from(tmp_path: Path) -> Non
     (tmp_path / "hardware.json").write_text(json.dumps({"gpus": [json.loads(gpu.to_json())]}))
     (tmp_path / "plan.yaml").write_text("num_devices: 1\ndevice: cuda:0\nprecision: bf16\n")
     seconds = [9.0, 9.0, 0.2, 0.2, 0.2, 0.3, 0.1, 0.2]
-    rows = [{"step": n, "epoch": 0, "samples": 4, "seconds": each} for n, each in enumerate(seconds, 1)]
+    row = {"epoch": 0, "samples": 4, "num_items": 4, "loss": 1.0}
+    rows = [{**row, "step": n, "seconds": each} for n, each in enumerate(seconds, 1)]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = MeasuredStep.of_run(tmp_path)
     assert (found.sample_seconds, found.peak, found.bandwidth) == pytest.approx((0.05, 989.4e12, 4800e9))

@@ -196,6 +196,7 @@ def test_what_others_wrote_is_as_they_published_it() -> None:
     assert "MIT License" in (ASSETS / "uPlot.LICENSE").read_text()
 
 
+@pytest.mark.alone
 def test_a_hundred_thousand_steps_make_a_small_page_soon(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "run", 100_000)
     logged = {f"value {number}": number + 0.5 for number in range(12)}

@@ -125,11 +125,18 @@ def _short(value: float) -> float:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
+_OF_JSON = frozenset({int, float, bool, type(None)})
+
+
 def _line(name: str, rows: Sequence[Row], key: str, **more: Any) -> Line:
-    there = [row for row in rows if key in row and (row[key] is None or isinstance(row[key], (int, float)))]
-    if not any(_finite(row[key]) is not None for row in there):
+    there = [row for row in rows if key in row]
+    values = [row[key] for row in there]
+    if not _OF_JSON.issuperset(map(type, values)):
+        there = [row for row in there if type(row[key]) in _OF_JSON]
+        values = [row[key] for row in there]
+    if not any(_finite(value) is not None for value in values):
         return {"name": name, "x": [], "y": []}
-    x, y = thinned([row["step"] for row in there], [row[key] for row in there])
+    x, y = thinned([row["step"] for row in there], values)
     return {"name": name, "x": x, "y": y, **more}
 
 

@@ -16,6 +16,7 @@ from drivetrain.core.records import RESERVED_NAMES
 from drivetrain.core.run_folder import read_rows, read_yaml
 
 Row = dict[str, Any]
+_OF_NUMBERS = frozenset({int, float, bool})
 NUMBERS_OF_A_STEP = ("step", "epoch", "samples", "num_items", "loss", "seconds")
 TESTED = "weights_of_step"  # in rows of metrics.jsonl that are of the test after the last step
 
@@ -234,7 +235,7 @@ def _yaml(path: Path, damage: list[str]) -> Row:
 def _lines(path: Path, damage: list[str], numbers: Sequence[str] = ()) -> list[Row]:
     """Return the rows of a file; those in which one of `numbers` is no number are damaged as well."""
     found, num_damaged = read_rows(path)
-    rows = [row for row in found if all(isinstance(row.get(name), (int, float)) for name in numbers)]
+    rows = [row for row in found if _OF_NUMBERS.issuperset(map(type, map(row.get, numbers)))]
     num_damaged += len(found) - len(rows)
     if num_damaged:
         damage.append(f"{num_damaged} damaged lines of {path.name} are left out")
