@@ -128,6 +128,11 @@ def test_all_problems_at_once(capsys, tmp_path: Path) -> None:
         ("--fp16", "did you mean `--precision fp16`?"),
         ("--wandb", "did you mean `--trackers wandb`?"),
         ("--checkpoint.evry", "did you mean `--checkpoint.every`?"),
+        ("--micro-batch", "did you mean `--batch-size`?"),
+        ("--max-grad-norm", "did you mean `--clip-norm`?"),
+        ("--save-total-limit", "did you mean `--keep-last`?"),
+        ("--eval-interval", "did you mean `--valid-every`?"),
+        ("--global-batch-size", "Job(global_batch=…)"),
         ("--resume", "leave it out: an interrupted run of the same name continues"),
     ],
 )

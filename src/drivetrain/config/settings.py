@@ -237,11 +237,28 @@ _OTHER_NAMES = {
     "batch": ("batch-size",),
     "batchsize": ("batch-size",),
     "per-device-train-batch-size": ("batch-size",),
+    "per-device-batch-size": ("batch-size",),
+    "train-batch-size": ("batch-size",),
+    "micro-batch": ("batch-size",),
+    "micro-batch-size": ("batch-size",),
+    "train-micro-batch-size-per-gpu": ("batch-size",),
     "max-epochs": ("epochs",),
     "num-train-epochs": ("epochs",),
     "grad-accum": ("accumulation-steps",),
     "accumulate-grad-batches": ("accumulation-steps",),
     "gradient-checkpointing": ("activations recompute",),
+    "grad-checkpoint": ("activations recompute",),
+    "activation-checkpointing": ("activations recompute",),
+    "max-grad-norm": ("clip-norm",),
+    "gradient-clip-val": ("clip-norm",),
+    "grad-clip": ("clip-norm",),
+    "wd": ("weight-decay",),
+    "logging-steps": ("log-every",),
+    "early-stopping": ("patience",),
+    "dtype": ("precision",),
+    "accelerator": ("device", "gpu-mode"),
+    "num-nodes": ("nodes",),
+    "experiment-name": ("name",),
     "gpu": ("gpu-ids", "device-ids"),
     "gpus": ("num-gpus", "device-ids"),
     "devices": ("num-gpus", "device-ids"),
@@ -267,13 +284,34 @@ _OTHER_NAMES = {
     "save-steps": ("checkpoint-every",),
     "eval-every": ("valid-every",),
     "eval-steps": ("valid-every",),
+    "eval-interval": ("valid-every",),
+    "val-check-interval": ("valid-every",),
+    "save-total-limit": ("keep-last",),
+    "keep-checkpoints": ("keep-last",),
+    "ckpt": ("output-dir",),
+    "checkpoint-dir": ("output-dir",),
+    "load": ("init-from",),
+    "load-from": ("init-from",),
     "pretrained": ("init-from",),
 }
 
+_RESUMES = (
+    "leave it out: an interrupted run of the same name continues by itself; --init-from starts a new run with the "
+    "weights of another"
+)
+_GLOBAL_BATCH = "it is part of the job: Job(global_batch=…); --batch-size sets how much of it a device takes at a time"
+_SCHEDULE = "it is part of the job: Job(schedule=dt.WarmupCosine()), or any function of the step"
 _NOT_NEEDED = {
     "resume": "leave it out: an interrupted run of the same name continues from its last checkpoint by itself",
-    "resume-from-checkpoint": "leave it out: an interrupted run of the same name continues by itself; --init-from "
-    "starts a new run with the weights of another",
+    "resume-from-checkpoint": _RESUMES,
+    "resume-from": _RESUMES,
+    "ckpt-path": _RESUMES,
+    "global-batch": _GLOBAL_BATCH,
+    "global-batch-size": _GLOBAL_BATCH,
+    "total-batch-size": _GLOBAL_BATCH,
+    "lr-scheduler": _SCHEDULE,
+    "lr-scheduler-type": _SCHEDULE,
+    "scheduler": _SCHEDULE,
 }
 
 
@@ -296,8 +334,8 @@ def remedy_for_unknown(name: str, known: Collection[str], spelled: Callable[[str
     """
     if normal(name) in _NOT_NEEDED:
         return _NOT_NEEDED[normal(name)]
-    meant = next((other for other in _OTHER_NAMES.get(normal(name), ()) if other.split()[0] in known), None)
-    meant = meant or nearest(name, known)
+    others = _OTHER_NAMES.get(normal(name))
+    meant = nearest(name, known) if others is None else next((it for it in others if it.split()[0] in known), None)
     if meant is None:
         return None
     setting, _, value = meant.partition(" ")
