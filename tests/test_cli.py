@@ -237,9 +237,9 @@ def test_a_command_line_reads_each_command_once(monkeypatch: pytest.MonkeyPatch)
         looked_up.append(name)
         return original(commands, name)  # type: ignore[arg-type]
 
-    module = COMMANDS["train"].load()
+    command = COMMANDS["train"].load()
     monkeypatch.setattr(type(COMMANDS), "__getitem__", watched)
-    flag_parser("train", module)
+    flag_parser("train", command)
     assert sorted(looked_up) == sorted(COMMANDS)
 
 
@@ -287,7 +287,7 @@ def test_the_notice_of_such_flags_is_one_line_and_no_error(capsys, tmp_path: Pat
     def run_nothing(options: LaunchCommandOptions, resolved: Resolved) -> int:
         return 0
 
-    monkeypatch.setattr(COMMANDS["launch"].load(), "run", run_nothing)
+    monkeypatch.setattr("drivetrain.commands.launch.run", run_nothing)
     (tmp_path / "train.py").write_text("pass\n")
     code, out, err = run(capsys, "launch", str(tmp_path / "train.py"), "--cpu")
     assert (code, out, err.count("\n")) == (0, "", 1)

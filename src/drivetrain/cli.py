@@ -7,13 +7,12 @@ import codecs
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from importlib import import_module
-from types import ModuleType
 
 from drivetrain import __version__
-from drivetrain.commands.command import COMMANDS, options_of
+from drivetrain.commands.command import COMMANDS, LoadedCommand, options_of
 from drivetrain.config import SETTINGS, as_launched, from_yaml, nearest, resolve
 from drivetrain.config.flags import COMMAND_LINE, FlagParser
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
@@ -69,24 +68,23 @@ def dispatch(words: list[str]) -> int:
         problem = Problem(name, "there is no such command", name, COMMAND_LINE, ", ".join(COMMANDS), remedy)
         raise ConfigError([problem])
 
-    module = COMMANDS[name].load()
-    parser = flag_parser(name, module)
+    command = COMMANDS[name].load()
+    parser = flag_parser(name, command)
     parsed = parser.parse(words[1:])
     problems = [*parsed.problems, *parser.missing_positionals(parsed)]
     from_file, more = from_yaml(parsed.config_file) if parsed.config_file is not None else ([], [])
-    there = getattr(module, "machine_of", None)  # some commands are about a machine that is not here
+    there = command.machine_of  # some commands are about a machine that is not here
     machine = cache(detect if there is None else partial(there, parsed.options))
     resolved = resolve([from_file, as_launched(parsed.given, os.environ)], [*problems, *more], machine)
     for notice in filter(None, (*resolved.notes, parser.passed_on(parsed))):
         print(f"drivetrain: {notice}", file=sys.stderr, flush=True)
-    run: Callable[..., int | None] = module.run
-    options = options_of(module)(**parsed.options)
-    code = run(options, resolved)
+    options = options_of(command)(**parsed.options)
+    code = command.run(options, resolved)
     if code is None:
         if not resolved.config.watch.quiet:
             _say_loading(f"drivetrain {name}")
-        inner = import_module(COMMANDS[name].here)
-        code = int(inner.run(options, resolved))
+        module, _, function = COMMANDS[name].here.partition(":")
+        code = int(getattr(import_module(module), function)(options, resolved))
     return code
 
 
@@ -96,16 +94,16 @@ def _say_loading(command: str) -> None:
         print(f"{command}: loading PyTorch …", file=sys.stderr, flush=True)
 
 
-def flag_parser(name: str, module: ModuleType) -> FlagParser:
+def flag_parser(name: str, loaded: LoadedCommand) -> FlagParser:
     commands = dict(COMMANDS)  # read once: each lookup reads the file of a command
     used_by: dict[str, list[str]] = {setting.name: [] for setting in SETTINGS}
     for other, obeying in commands.items():
         for setting in obeying.settings:
             used_by[setting.name].append(f"`drivetrain {other}`")
     command = commands[name]
-    own = options_of(module)
+    own = options_of(loaded)
     return FlagParser(
-        f"drivetrain {name}", command.summary, own, command.settings, used_by, module.EXAMPLES, command.first
+        f"drivetrain {name}", command.summary, own, command.settings, used_by, loaded.examples, command.first
     )
 
 

@@ -231,7 +231,7 @@ OWN_FLAGS = {
 
 def test_the_list_covers_every_command_of_ours() -> None:
     """Installed packages may bring others."""
-    assert set(OWN_FLAGS) == {name for name, command in COMMANDS.items() if command.module.startswith("drivetrain.")}
+    assert set(OWN_FLAGS) == {name for name, command in COMMANDS.items() if command.target.startswith("drivetrain.")}
 
 
 @pytest.mark.parametrize("command", OWN_FLAGS)

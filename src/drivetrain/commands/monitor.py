@@ -34,7 +34,7 @@ from drivetrain.hardware.telemetry import HostReader, NvmlReader, label
 COMMAND = Command(
     summary="Shows the runs and GPUs of this machine, live: in the terminal, or with --web in a browser.",
     obeys=("run.output_dir",),
-    here="drivetrain.commands.monitor_server",
+    here="drivetrain.commands.monitor_server:run",
 )
 EXAMPLES = (
     "drivetrain monitor                     runs below runs/, and others that are going on",

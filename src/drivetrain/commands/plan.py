@@ -21,7 +21,7 @@ COMMAND = Command(
     summary="How a job would be run here, and why; with --measure, tried on its own model. Trains nothing.",
     all_but=("watch", "checkpoint", "validation", "plan"),
     obeys=("plan.budget_seconds", "plan.file", "plan.cache"),
-    here="drivetrain.commands.plan_in_process",
+    here="drivetrain.commands.plan_in_process:run",
 )
 EXAMPLES = (
     "drivetrain plan digits                          by rule, at once",

@@ -11,7 +11,7 @@ from drivetrain.config import Flag, Positional, Resolved
 COMMAND = Command(
     summary="Trains variants of a job with the same seeds, and says which are better.",
     all_but=(),
-    here="drivetrain.commands.sweep_in_process",
+    here="drivetrain.commands.sweep_in_process:run",
 )
 EXAMPLES = (
     "drivetrain sweep digits --grid 'lr=0.001,0.003' --seeds 0,1,2     every rate with every seed",

@@ -19,7 +19,7 @@ from drivetrain.launch.start import start
 COMMAND = Command(
     summary="Trains a recipe, a job or a script, on every GPU here.",
     all_but=(),
-    here="drivetrain.commands.train_in_process",
+    here="drivetrain.commands.train_in_process:run",
     first=(
         "budget.epochs",
         "budget.max_steps",

@@ -1,7 +1,9 @@
 """Finds what other packages can bring: strategies, trackers, recipes, commands, probes. Nothing is imported for that.
 
-Ours are the modules of a folder that have a certain attribute. Others are entry points of a group, which gives them a
-name, or are given as `package.module:ATTRIBUTE`, which also works in files and in processes that a launcher starts.
+Ours are the modules of a folder that have a certain attribute, and are named as these are. Several of one family may
+share a module: then the attribute ends in the name, such as `prepare_csv` or `COMMAND_FIND_LR`. Others are entry points
+of a group, which gives them a name, or are given as `package.module:ATTRIBUTE`, which also works in files and in
+processes that a launcher starts.
 
 Each is one file. What must be known of it before torch is loaded, or without loading all of them, are the literal
 arguments of a call at the top level of that file (`literal_facts`), such as `SPEC = StrategySpec(...)`. The
@@ -34,7 +36,8 @@ class Plugins:
         kind: what one is called in messages.
         group: the group of the entry points.
         package: the package of ours, below `drivetrain`; its modules are named as the things are.
-        attribute: what such a module has; modules without it are something else.
+        attribute: what such a module has; modules without it are something else. A module that has several ends each
+            attribute in `_` and the name.
         dashed: whether names are written with dashes, where the modules have underscores.
     """
 
@@ -50,29 +53,28 @@ class Plugins:
 
     @cached_property
     def _own(self) -> dict[str, str]:
-        """The module of each of ours, by name."""
-        has_it = re.compile(rf"^(def )?{self.attribute}\b", re.MULTILINE)
+        """Where each of ours is, by name, as `package.module:ATTRIBUTE`."""
+        has_it = re.compile(rf"^(?:def )?({self.attribute}(?:_(\w+))?)(?=[ :(])", re.MULTILINE)
         found = {}
         modules = {path.stem: path for path in self._folder.glob("*.py") if path.name != "__init__.py"}
         modules |= {path.parent.name: path for path in self._folder.glob("*/__init__.py")}
         for module, path in modules.items():
-            if has_it.search(path.read_text(encoding="utf-8")):
-                found[module.replace("_", "-") if self._dashed else module] = f"{self._package}.{module}"
+            for attribute, ending in has_it.findall(path.read_text(encoding="utf-8")):
+                name = (ending or module).lower()
+                found[name.replace("_", "-") if self._dashed else name] = f"{self._package}.{module}:{attribute}"
         return dict(sorted(found.items()))
 
     def target(self, name: str) -> str:
         """Return where one is, as `package.module:ATTRIBUTE`; empty for an unknown name."""
-        if ":" in name:
-            return name
-        own = self._own.get(name)
-        return f"{own}:{self.attribute}" if own is not None else _entry_points(self.group).get(name, "")
+        return name if ":" in name else self._own.get(name) or _entry_points(self.group).get(name, "")
 
     def source(self, name: str) -> Path | None:
         """Return the file that one is in, found as Python would, without importing the packages around it."""
-        module = self.target(name).partition(":")[0]
+        target = self.target(name)
+        module = target.partition(":")[0]
         if not module:
             return None
-        if module in self._own.values():
+        if target in self._own.values():
             path = self._folder / module.rpartition(".")[2]
             return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         return _source_of(module)
@@ -95,8 +97,8 @@ class Plugins:
             raise ValueError(f"no module has this {self.kind} at its top level, so other processes cannot find it")
         made_in = getattr(thing, "__module__", None)  # for a function; others have imported it
         module_name, attribute = min(found, key=lambda at: (at[0] != made_in, at[0] == "__main__"))
-        own = {module: name for name, module in self._own.items()}
-        return own.get(module_name, f"{module_name}:{attribute}")
+        target = f"{module_name}:{attribute}"
+        return {place: name for name, place in self._own.items()}.get(target, target)
 
     def load(self, name: str) -> Any:
         """Import one by its name. The module of `package.module:ATTRIBUTE` may also be in the current folder."""
