@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from docs.hooks import on_page_markdown
 
 from drivetrain.cli import COMMANDS, flag_parser
 from drivetrain.config import SETTINGS
@@ -80,7 +81,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_table_of_settings_is_whole() -> None:
-    text = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    text = on_page_markdown((ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8"))
     rows = {row[0]: row for row in re.findall(r"^\| `([a-z_.]+)` \| ([^|]*) \|", text, re.MULTILINE)}
     assert set(rows) == {setting.name for setting in SETTINGS}
     for setting in SETTINGS:

@@ -24,12 +24,7 @@ FLAGS = {
     "device.assertions": ["--device-assertions"],
     "precision.dtype": ["--precision", "--precision-type", "--amp-dtype"],
     "precision.mixed": ["--mixed-precision"],
-    "kernels.deterministic": ["--deterministic"],
-    "kernels.repeatable": ["--repeatable"],
-    "kernels.num_threads": ["--num-threads"],
     "kernels.cudnn_benchmark": ["--cudnn-benchmark"],
-    "kernels.capture": ["--capture"],
-    "memory.activations": ["--activations"],
     "memory.gpu_fraction": ["--gpu-memory-fraction"],
     "batch.size": ["--batch-size"],
     "batch.accumulation": ["--accumulation-steps"],
@@ -66,7 +61,6 @@ FLAGS = {
     "data.pin_memory": ["--pin-memory"],
     "data.prefetch_factor": ["--prefetch-factor"],
     "data.resident": ["--resident"],
-    "data.channels_last": ["--channels-last"],
     "data.path": ["--data"],
     "checkpoint.every": ["--checkpoint-every"],
     "checkpoint.seconds": ["--checkpoint-seconds"],
@@ -80,9 +74,6 @@ FLAGS = {
     "distributed.fsdp_offload": ["--fsdp-offload"],
     "distributed.fsdp_cast": ["--fsdp-cast"],
     "distributed.fsdp_accumulate": ["--fsdp-accumulate"],
-    "distributed.fsdp_reshard": ["--fsdp-reshard"],
-    "distributed.fsdp_unit_blocks": ["--fsdp-unit-blocks"],
-    "distributed.fsdp_gather_ahead": ["--fsdp-gather-ahead"],
     "distributed.fsdp_replicas": ["--fsdp-replicas"],
     "distributed.backend": ["--backend"],
     "distributed.init_method": ["--init-method"],
@@ -116,6 +107,13 @@ FLAGS = {
     "watch.inject": ["--inject"],
     "watch.report": ["--report"],
     "watch.quiet": ["--quiet"],
+}
+# What pins a planned choice has one flag, named as its field, unless it is listed above: the table of these is KNOBS.
+FLAGS |= {
+    name: [f"--{name.partition('.')[2].replace('_', '-')}"]
+    for knob in KNOBS
+    for name in knob.settings
+    if name not in FLAGS
 }
 PLACE = ["run.output_dir", "device.mode", "device.device", "device.ids"]
 OBEYED = {
