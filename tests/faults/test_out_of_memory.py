@@ -44,6 +44,19 @@ def test_the_step_is_repeated_and_nothing_before_it(tmp_path: Path, capfd: Any) 
     assert json.loads((tmp_path / "suite" / "memory.json").read_text())["caps"] == [[5, 16]]
 
 
+def test_the_allocator_of_the_host_refuses(tmp_path: Path, capfd: Any) -> None:
+    """In torch's own words, which differ between its wheels."""
+
+    def refused_above_16(model: nn.Module, batch: Any) -> Tensor:
+        if len(batch[0]) > 16:
+            torch.empty(1 << 50, dtype=torch.uint8)  # more than a process can address
+        return vector_loss(model, batch)
+
+    found = run(str(tmp_path), VARIANT, loss=refused_above_16)
+    assert_as_plain(found)
+    assert "out of memory" in capfd.readouterr().err
+
+
 def test_with_worker_processes(tmp_path: Path) -> None:
     assert_as_plain(run(str(tmp_path), VARIANT, loss=Hungry(8, 200), num_workers=1))
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
+# The second is what torch's allocator says where it is mimalloc, as in the wheels for aarch64.
+_OF_THE_HOST = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the device, or the host, has no memory left: also one inside a compiler's."""
     inner = raised_while_compiling(error)
-    return isinstance(inner or error, torch.OutOfMemoryError) or _OF_THE_HOST in str(error)
+    return isinstance(inner or error, torch.OutOfMemoryError) or any(words in str(error) for words in _OF_THE_HOST)
 
 
 def raised_while_compiling(error: BaseException) -> BaseException | None:

@@ -329,7 +329,7 @@ def _within(total_bytes: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # the kernel may refuse a large weight before a module gets it
-        refused = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+        refused = re.search(r"(?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes", str(error))
         if refused is None or not total_bytes:
             raise
         raise _too_large(total_bytes, held() + int(refused[1]), "") from error
