@@ -427,9 +427,10 @@ def _check_made(optimizer: torch.optim.Optimizer) -> None:
             setattr(optimizer, name, OrderedDict())
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         raise DrivetrainError(
-            "the function that makes the optimizer also makes a torch scheduler of it",
+            "the optimizer has a torch scheduler, which would be neither stepped nor saved",
             remedy="return the optimizer alone, and give the job the scheduler: "
-            "Job(schedule=lambda optimizer: StepLR(optimizer, 30)); it is stepped once per optimizer step",
+            "Job(schedule=lambda optimizer: StepLR(optimizer, 30)), or dt.drive(…, schedule=…); it is stepped once "
+            "per optimizer step",
         )
 
 

@@ -394,6 +394,52 @@ def test_model_and_optimizer_are_used_as_they_are(tmp_path: Path) -> None:
     assert float(optimizer.state[before[0]]["sum"].max()) > 0.25
 
 
+def test_left_after_the_last_step(tmp_path: Path) -> None:
+    """As `zip` of two runs leaves the second: all steps are done, so the run is finished."""
+    going = start(str(tmp_path), BASE)
+    loss = make_job(BASE).loss
+    for batch in going:
+        going.backward(loss(going.model, batch))
+        going.step()
+        if going.steps == BASE.steps:
+            break
+    assert going.finished
+    assert (going.folder / "finished.json").exists()
+
+
+def test_opened_again_in_one_process(tmp_path: Path) -> None:
+    """As a cell of a notebook that is run again, while a traceback still holds the loop of the first."""
+    loss = make_job(BASE).loss
+    first = start(str(tmp_path), BASE)
+    held = iter(first)
+    for _ in range(2):
+        first.backward(loss(first.model, next(held)))
+        first.step()
+    second = start(str(tmp_path), BASE)
+    assert second.resumed_from == 2
+    with pytest.raises(DrivetrainError, match="was opened again"):
+        first.backward(torch.zeros(()))
+    for batch in second:
+        second.backward(loss(second.model, batch))
+        second.step()
+    assert_identical(read(second.folder, 0), looped(str(tmp_path / "whole"), BASE))
+
+
+@pytest.mark.parametrize("rate", [0.5, None])
+def test_a_model_left_in_evaluation_mode_is_reported(tmp_path: Path, rate: float | None) -> None:
+    layers = [nn.Linear(4, 4), *([] if rate is None else [nn.Dropout(rate)])]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", report=False)
+    run = drive(model, optimizer, [*torch.ones(12, 4)], global_batch=4, max_steps=3, config=config, quiet=True)
+    for batch in run:
+        run.backward(run.model(batch).square().mean())
+        run.step()
+        model.eval()
+    notes = [line for line in (run.folder / "events.jsonl").read_text().splitlines() if "in evaluation mode" in line]
+    assert len(notes) == (0 if rate is None else 1)
+
+
 def test_left_with_a_held_iterator(tmp_path: Path) -> None:
     going = start(str(tmp_path), replace(BASE, save_every=50), 16)
     batches = iter(going)

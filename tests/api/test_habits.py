@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -298,7 +299,7 @@ def test_a_scheduler_made_with_the_optimizer_is_refused_by_its_name(tmp_path: Pa
         torch.optim.lr_scheduler.StepLR(optimizer, 2)
         return optimizer
 
-    with pytest.raises(DrivetrainError, match="also makes a torch scheduler") as raised:
+    with pytest.raises(DrivetrainError, match="has a torch scheduler") as raised:
         weights_of(job_of(optimizer=make), tmp_path)
     assert "Job(schedule=lambda optimizer: StepLR" in str(raised.value)
 
@@ -427,3 +428,51 @@ def test_a_data_set_is_told_its_epoch(tmp_path: Path) -> None:
     assert_same(weights_of(job_of(data=Curriculum()), tmp_path), plain_weights(make_model(), of_epoch))
     with pytest.raises(DrivetrainError, match="set_epoch"):
         weights_of(job_of(data=Curriculum(), name="resident"), tmp_path, resident="on")
+
+
+def test_a_last_batch_that_is_too_small_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """20 samples in steps of 8 leave 4; in steps of 19, one, which batch normalization cannot take."""
+
+    def of_eight(model: Any, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0].view(8, 5)), batch[1])
+
+    with pytest.raises(RuntimeError, match="invalid for input") as raised:
+        weights_of(job_of(loss=of_eight), tmp_path / "shape", batch_size=8)
+    assert any("the last batch of each epoch" in note and "drop_last=True" in note for note in raised.value.__notes__)
+    normalized = job_of(model=lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double(), global_batch=19)
+    with pytest.raises(ValueError, match="more than 1 value") as raised:
+        weights_of(normalized, tmp_path / "norm", batch_size=19)
+    assert any("with 1 sample instead of 19" in note for note in raised.value.__notes__)
+    for folder in ("shape", "norm"):
+        assert not (tmp_path / folder / "habit" / "steps.jsonl").exists()
+    weights_of(job_of(loss=of_eight, data=TensorDataset(INPUTS[:16], LABELS[:16])), tmp_path / "whole", batch_size=8)
+
+
+def test_an_error_names_its_step(tmp_path: Path) -> None:
+    class Damaged(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if (inputs == INPUTS[sample]).all(1).any():
+                raise KeyError("damaged")
+            return super().forward(inputs)
+
+    sample = int(torch.as_tensor(SampleStream(SAMPLES, SEED).samples(0, 17, 18))[0])  # in the third step
+    with pytest.raises(KeyError) as raised:
+        weights_of(job_of(model=lambda: Damaged(5, 3).double()), tmp_path)
+    said = [note for note in raised.value.__notes__ if note.startswith("drivetrain: this was step 3, in epoch 1")]
+    assert len(said) == 1
+    assert "the last of the epoch and has 4 samples" in said[0]
+
+
+def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    hook = dt.every(2, lambda context: os.chdir(tmp_path / "elsewhere"))
+    weights_of(job_of(hooks=[hook], checkpoint_every=3), Path("runs"))
+    assert (tmp_path / "runs" / "habit" / "finished.json").exists()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_run_inside_of_itself_is_refused(tmp_path: Path) -> None:
+    hook = dt.every(2, lambda context: weights_of(job_of(), tmp_path))
+    with pytest.raises(DrivetrainError, match="another run of this very process"):
+        weights_of(job_of(hooks=[hook]), tmp_path)

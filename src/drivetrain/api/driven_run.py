@@ -18,7 +18,7 @@ from torch.nn import functional
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
 from drivetrain.core.errors import BadResumeError
 from drivetrain.core.hook import StepContext
-from drivetrain.core.isolation import modes_of, set_modes
+from drivetrain.core.isolation import heeds_mode, modes_of, set_modes
 from drivetrain.core.launchers import supervision
 from drivetrain.core.records import StepOutcome, StepRecord
 from drivetrain.core.run_folder import RunFolder
@@ -82,7 +82,7 @@ class DrivenRun:
 
     def __init__(self, session: Session, stack: ExitStack, loss: LossFunction | None) -> None:
         opened = open_run(session, stack)
-        parts, checkpoint = opened.parts, opened.checkpoint
+        parts, checkpoint, self.folder = opened.parts, opened.checkpoint, opened.folder
         self._session, self._checkpointer, self._loader = session, opened.checkpointer, opened.loader
         self.parts, self.called_model = parts, opened.called_model
         self.resumed_from = resume(session, parts, checkpoint)
@@ -111,6 +111,7 @@ class DrivenRun:
         self._saver.watch_frozen(parts.strategy.save)
         self.trainer = self._make_trainer(checkpoint)
         self._buffers = list(parts.model.buffers())
+        self._was_training = heeds_mode(parts.model) and parts.model.training
         self._failure: Exception | None = None  # of the save when the loop was left
         self._error: Exception | None = None  # in what follows a step
         self._is_whole = True  # all that follows a step went well
@@ -160,6 +161,12 @@ class DrivenRun:
         `stepped` does it in another way, with a closure.
         """
         self.parts.watch.check_frozen()
+        if self._was_training and not self.parts.model.training:
+            self._was_training = False
+            self._note(
+                "the model is in evaluation mode, and was in training mode at first: it trains without dropout, and "
+                "batch normalization does not follow. Call run.model.train() after evaluating"
+            )
         self._is_whole = False
         return self.parts.strategy.step(self.trainer.flags) if stepped is None else stepped()
 
@@ -189,7 +196,15 @@ class DrivenRun:
         note_end(finished)
         return finished
 
-    def left_early(self, error: BaseException) -> None:
+    def left(self, error: BaseException, *, is_last: bool) -> bool:
+        """Finish the run where its loop was left with the last step done; else save. Return whether the job is done."""
+        # With several processes the others may be gone.
+        if is_last and isinstance(error, GeneratorExit) and self._is_whole and self._session.world.size == 1:
+            return self.finish()
+        self._left_early(error)
+        return False
+
+    def _left_early(self, error: BaseException) -> None:
         """Write the outstanding records and a checkpoint.
 
         A failure in this does not hide the error that ended the loop.

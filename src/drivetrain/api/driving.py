@@ -254,7 +254,10 @@ class Drive:
         self._logged: LoggedValues = {}  # with the current batch
         self.finished = False
         self._is_over = False  # the loop was left, at its end or before
+        self._is_replaced = False  # the same process opened the run once more
         self._stack = stack.pop_all()
+        if driven.folder is not None:
+            driven.folder.make_way = partial(_make_way, weakref.ref(self))
 
     @property
     def steps(self) -> int:
@@ -334,6 +337,7 @@ class Drive:
         return self._precision.around_forward() or nullcontext()
 
     def __iter__(self) -> Iterator[Any]:
+        self._refuse_replaced()
         if self._iterator is not None:
             raise DrivetrainError(
                 "a run is iterated over once; it goes through all its epochs by itself",
@@ -351,6 +355,7 @@ class Drive:
         accumulated.
         """
         micro, begun = self._micro, self._begun
+        self._refuse_replaced()
         if micro is None or begun is None or self._is_learned:
             raise DrivetrainError(
                 "run.backward() was called twice for one batch, or outside the loop",
@@ -474,7 +479,9 @@ class Drive:
                 self._leave_forward()
                 self._in_turn.close()
                 collect_into(None)
-                driven.left_early(error)
+                begun = self._begun
+                is_last = begun is not None and begun.is_last and driven.steps > begun.place.step
+                self.finished = driven.left(error, is_last=is_last)
                 # `break` and an error in the loop's body look the same here. Neither is an error of this generator.
                 if not isinstance(error, GeneratorExit):
                     raise
@@ -549,11 +556,26 @@ class Drive:
                 "optimizer's rate, or one from the optimizer to a torch scheduler",
             )
 
+    def _refuse_replaced(self) -> None:
+        if self._is_replaced:
+            raise DrivetrainError(
+                f"the run {self._session.name} was opened again after this, and only the newest goes on",
+                remedy="give each run a name of its own: dt.drive(…, name=…)",
+            )
+
     def _refuse_foreign_step(self, *_: Any) -> None:
         if not self._is_stepping:
             raise DrivetrainError(
                 "optimizer.step() was called by the loop", remedy="call run.step(), which knows when it is due"
             )
+
+
+def _make_way(of: weakref.ref[Drive]) -> None:
+    """End a run whose folder this process claims once more: it is saved, and cannot be used any longer."""
+    run = of()
+    if run is not None:
+        run.close()
+        run._is_replaced = run._is_over = True
 
 
 def _refuse_without_loss(job: Job, loss: LossFunction | None) -> None:

@@ -82,6 +82,7 @@ from drivetrain.run.assemble import (
     make_validator,
     resume,
     small_trial,
+    try_last_batch,
 )
 from drivetrain.run.changes import changes_since_start, keep_fingerprint
 from drivetrain.run.grad_norm import NormCadence
@@ -258,6 +259,8 @@ class _Run(Session):
             takes_weights=start.checkpoint is None,
             counts_flops=watches,
         )
+        if start.checkpoint is None:
+            try_last_batch(self, loader, parts)
         if start.faults.changes_steps:
             why = parts.why_not_captured or "faults are injected into steps"
             parts = replace(parts, objective=start.faults.around(parts.objective), why_not_captured=why)

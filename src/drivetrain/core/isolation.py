@@ -94,6 +94,19 @@ def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
         module.training = is_training
 
 
+def heeds_mode(model: nn.Module) -> bool:
+    """Return whether training and evaluation mode differ for a model, as far as its modules and their code show."""
+    for module in model.modules():
+        code = getattr(type(module).forward, "__code__", None)
+        if isinstance(module, (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)):
+            return True
+        if getattr(module, "dropout", 0) and isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            return True
+        if code is not None and "training" in code.co_names and not type(module).__module__.startswith("torch."):
+            return True
+    return False
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode; on exit each submodule gets back its mode, which may differ between them."""

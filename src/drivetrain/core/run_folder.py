@@ -5,7 +5,8 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -63,8 +64,10 @@ class RunFolder:
         self.is_resumed = is_resumed
         self.moved_to: Path | None = None  # where the run is now that had this name, with `fresh`
         self.extension: Extension | None = None  # that this start makes, and `keep_extension` records
+        self.make_way: Callable[[], None] | None = None  # ends the run here, where this process claims it once more
         self._identity: Mapping[str, Any] = {}
         self._lock = lock
+        _HELD[os.getpid(), path.resolve()] = self
 
     @classmethod
     def claim(
@@ -79,8 +82,9 @@ class RunFolder:
         """Lock and return a new folder, or the one that holds an unfinished run of the same job.
 
         Where a finished run has the name, the next free one of `name-2`, `name-3`, … is taken. Another job's unfinished
-        run is left as it is, and so is a run that another process is working on. A folder in which no step was done is
-        no run: any job may take it.
+        run is left as it is, and so is a run that another process is working on. A loop of this process that was left
+        without its end, as a notebook leaves it, makes way. A folder in which no step was done is no run: any job may
+        take it.
 
         Args:
             output_dir: The folder of all runs.
@@ -96,13 +100,14 @@ class RunFolder:
             )
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            path, number = output_dir / name, 1
+            path, number = output_dir.absolute() / name, 1  # a script may change its working directory later
+            _end_own(path)
             if extend:
                 return cls._claim(path, identity, extend=True)
             moved_to = _move_aside(path) if fresh else None
             while is_finished(path):
                 number += 1
-                path = output_dir / f"{name}-{number}"
+                path = path.with_name(f"{name}-{number}")
             folder = cls._claim(path, identity)
             folder.moved_to = moved_to
             return folder
@@ -344,6 +349,22 @@ def has_steps(path: Path) -> bool:
     """Return whether the folder holds a run: a step of it was recorded or saved."""
     steps = path / _STEPS
     return (steps.exists() and steps.stat().st_size > 0) or any((path / "checkpoints").glob("step-*"))
+
+
+# Locks of POSIX do not keep a process from locking twice: the folders that this process has.
+_HELD: weakref.WeakValueDictionary[tuple[int, Path], RunFolder] = weakref.WeakValueDictionary()
+
+
+def _end_own(path: Path) -> None:
+    """End the run that this process has in a folder, if it is a loop; raise if it is in the middle of training it."""
+    held = _HELD.get((os.getpid(), path.resolve()))
+    if held is None or held._lock < 0:
+        return
+    if held.make_way is None:
+        raise DrivetrainError(
+            f"{path} is in use by another run of this very process", remedy="give each run a name of its own"
+        )
+    held.make_way()
 
 
 def _lock(path: Path) -> int:

@@ -243,6 +243,11 @@ class Loader:
         part = part._replace(stop=part.start + num_samples)
         return _micro_batch(self._fetch(place, self._stream.samples(place.epoch, part.start, part.stop)), [part], 0)
 
+    def last_of(self, place: Place) -> MicroBatch:
+        """Fetch this rank's last micro-batch of a step of the keyed order, in this process."""
+        part = self.division.micro_steps(place, self.rank)[-1]
+        return _micro_batch(self._fetch(place, self._stream.samples(place.epoch, part.start, part.stop)), [part], 0)
+
     @property
     def from_memory(self) -> Callable[[torch.Tensor], Any] | None:
         """A function from sample numbers to their batch, where all samples are in memory as tensors."""

@@ -227,6 +227,7 @@ class Trainer:
             return self._stepper.run(place, micro_batches, self.flags)
         except Exception as error:
             if self._retry is None or not self._retry.may_repeat(error, place):
+                error.add_note(_at(place, self._job))
                 raise
             return None  # and the error is gone, with all the memory that it held
 
@@ -452,6 +453,13 @@ class Trainer:
             logged = {**(logged or {}), **other_rates}
         samples = place.num_samples
         return StepRecord(step, place.epoch, samples, loss, count, lr, norm, seconds, skipped > 0, parts, logged)
+
+
+def _at(place: Place, job: Job) -> str:
+    """Return the words that say in which step an error was raised, and what is special about its batch."""
+    few = place.num_samples < (job.largest_batch or 0) and place.ends_epoch and not job.batch_sizes
+    words = f"; its batch is the last of the epoch and has {place.num_samples} samples" if few else ""
+    return f"drivetrain: this was step {place.step + 1}, in epoch {place.epoch + 1}{words}"
 
 
 def _is_due(every: int | Literal["epoch"], place: Place) -> bool:

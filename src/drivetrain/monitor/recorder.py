@@ -347,7 +347,7 @@ class RunRecorder(NoRunRecorder):
     def __enter__(self) -> Self:
         facts, plan = self._facts, self._facts.plan
         verb = f"going on from step {facts.resumed_from} of" if facts.resumed_from else "training"
-        many = "steps" if facts.num_steps is None else format_count(facts.num_steps, "step")
+        many = "in steps" if facts.num_steps is None else format_count(facts.num_steps, "step")
         samples = plan.batch_over_steps or format_count(plan.global_batch, "sample")
         self._console.say(f": {verb} {many} of {samples}", bold=facts.name)
         name = facts.gpu.name if facts.gpu is not None else ""

@@ -20,11 +20,13 @@ from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.weights import WeightsTaken, plainly_named
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.goodput import start_marks
-from drivetrain.core.hook import StepContext
+from drivetrain.core.hook import StepContext, settlement_of
+from drivetrain.core.isolation import buffers_kept, is_out_of_memory, model_kept, untouched
 from drivetrain.core.logged import logging_loss
 from drivetrain.core.optims import LossByTurn, Turn
 from drivetrain.core.run_folder import read_fork
 from drivetrain.core.state import ParameterWatch
+from drivetrain.core.value import format_count
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
 from drivetrain.data.division import Division, Position
@@ -421,6 +423,35 @@ def takes_any_number(run: Session) -> bool:
     """Return whether the model was run on another number of samples than a micro-batch has, and may be."""
     weighting = run.weighting
     return run.job.source.is_keyed and not weighting.holds_division and weighting.reason != "asked for"
+
+
+def try_last_batch(run: Session, loader: Loader, parts: RunParts) -> None:
+    """Run the loss on the last batch of the first epoch, if it is a smaller one; a failure there loses an epoch's work.
+
+    That is done only where what was tried before has not shown that the loss takes any number of samples.
+    """
+    job, batch, per_epoch = run.job, run.job.largest_batch or 1, run.job.steps_per_epoch
+    if run.world.size > 1 or not job.source.is_keyed or not run.weighting.holds_division or job.turns or not per_epoch:
+        return
+    place = loader.division.place(per_epoch - 1)
+    if (job.num_steps or per_epoch) < per_epoch or place.num_samples % loader.division.micro_batch == 0:
+        return
+    last = loader.last_of(place)
+    try:
+        with untouched(run.world.device), buffers_kept(parts.model), model_kept(parts.model):
+            trial = trial_of(run, last.batch, last.num_samples)
+            with run.precision.around_forward() or nullcontext():
+                job.loss_function(parts.model, trial.batch)
+            settlement_of(parts.model).forget()
+    except Exception as error:
+        if is_out_of_memory(error):
+            return
+        error.add_note(
+            f"drivetrain: the last batch of each epoch is smaller, with {format_count(place.num_samples, 'sample')} "
+            f"instead of {batch}; the loss has to take it, too, and was tried on it before the first step. To leave it "
+            f"out: Job(data=DataLoader(dataset, batch_size={batch}, shuffle=True, drop_last=True))"
+        )
+        raise
 
 
 def resume(run: Session, parts: RunParts, checkpoint: Checkpoint | None) -> int:

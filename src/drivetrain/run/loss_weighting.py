@@ -156,7 +156,7 @@ def _measured(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Wei
         except torch.OutOfMemoryError:
             why_not = f"{FEWEST_SAMPLES} samples in fp32 do not fit into memory"
         except DrivetrainError as error:
-            why_not = error.message
+            why_not = error.message.partition("\n")[0]
         except Exception as error:  # noqa: BLE001  (if the job is at fault, its first step shows where)
             why_not = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     found = weighting_of(Finding(kind="unknown"), (), (), 0, couples)
