@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from drivetrain import Job
 from drivetrain.api.measuring import evaluate
@@ -19,7 +20,9 @@ from drivetrain.config import configure
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.world import World
 from drivetrain.data.division import SampleStream
+from drivetrain.plan.loss_weighting import Finding
 from drivetrain.run import Session, loss_weighting
+from drivetrain.run.loss_probe import Parts, ReplayedDraws, part_bounds, probe_loss
 from tests.gloo_pool import GlooPool
 
 VOCABULARY, LENGTH, SAMPLES, BATCH, STEPS, SEED = 13, 9, 60, 16, 6, 5
@@ -356,3 +359,40 @@ def test_the_flag_pins_it(tmp_path: Path) -> None:
     assert difference(found, job_of(cross_entropy)) > 1e-3  # a mean of means: what was asked for
     with pytest.raises(DrivetrainError, match="not a mean over a count"):
         trained(str(tmp_path / "sum"), job_of(total), 4, loss_weighting="tokens")
+
+
+def noisy(generator: torch.Generator | None) -> Callable[[nn.Module, Any], Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch["tokens"])
+        noise = torch.randn(logits.shape, generator=generator)
+        return functional.cross_entropy((logits + noise).flatten(0, 1), batch["labels"].flatten())
+
+    return loss
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's generator", "one of the user's own"])
+def test_draws_are_replayed_wherever_they_come_from(own: bool) -> None:
+    finding, _ = probed(noisy(torch.Generator().manual_seed(3) if own else None))
+    assert finding.kind == "count"
+
+
+def test_operations_are_not_watched_where_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(self: Any, *call: Any) -> Any:
+        raise AssertionError("an operation was watched")
+
+    monkeypatch.setattr(ReplayedDraws, "__torch_dispatch__", watch)
+    assert probed(cross_entropy)[0].kind == "count"
+    with pytest.raises(AssertionError, match="was watched"):
+        probed(noisy(None))
+
+
+def probed(loss: Callable[[nn.Module, Any], Tensor]) -> tuple[Finding, str]:
+    """What is found out about a loss on ten sentences, cut into three parts."""
+    data, bounds = Sentences(), part_bounds(10)
+    whole, *parts = (
+        default_collate([data[number] for number in range(first, last)]) for first, last in ((0, 10), *pairwise(bounds))
+    )
+    sizes = tuple(last - first for first, last in pairwise(bounds))
+    torch.manual_seed(0)
+    found = probe_loss(loss, Tagger(), Parts(whole, tuple(parts), sizes), torch.device("cpu"))
+    return found.finding, found.why_unknown

@@ -8,7 +8,8 @@ were before.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -90,17 +91,21 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
     batches = [to_device(batch, device) for batch in batches]
     found = [candidate for candidate in candidates(batches[0]) if all(map(candidate.is_in, batches))]
     counts = [[float(candidate.of(batch)) for batch in batches[1:]] for candidate in found]
-    batches = [
-        map_tensors(torch.clone, batch) for batch in batches
-    ]  # a loss may change its batch; counts are read later
     with _measuring(model, device):
         carried, foreign = _carried(loss, model, batches[1], device)
-        draws, gradients = what_draws(lambda: _gradients(loss, model, batches, parts.sizes), device)
-        if gradients is None:
-            return ProbedLoss(Finding(kind="samples"), (), "", returns_sum=True, carried=carried, foreign=foreign)
-        vectors, cannot_replay = gradients
-        products = (vectors @ vectors.T).tolist()
-        finding = judge(products, parts.sizes, counts)
+        # Where nothing is drawn nothing is replayed: that takes as long again. Draws from a generator of the user's own
+        # are not seen; a loss that is not explained is looked at again, with replaying.
+        for replays in (True,) if _has_drawn(device) else (False, True):
+            # A loss may change its batch, and what the batch counts is read later.
+            copies = [map_tensors(torch.clone, batch) for batch in batches]
+            draws, gradients = what_draws(partial(_gradients, loss, model, copies, parts.sizes, replays), device)
+            if gradients is None:
+                return ProbedLoss(Finding(kind="samples"), (), "", returns_sum=True, carried=carried, foreign=foreign)
+            vectors, cannot_replay = gradients
+            products = (vectors @ vectors.T).tolist()
+            finding = judge(products, parts.sizes, counts)
+            if finding.kind in ("samples", "count", "sum") and not draws.torch:
+                break
         if finding.kind in ("weighted", "coupled") and TOLERANCE < finding.residual < MOST_TOLERANCE:
             tolerance = _tolerance(loss, model, parts, device, vectors[0])
             finding = judge(products, parts.sizes, counts, tolerance)
@@ -173,9 +178,7 @@ def _value(
     loss: LossFunction, model: nn.Module, batch: Any, device: torch.device
 ) -> tuple[float, tuple[nn.Parameter, ...]]:
     """Call the loss with generators set alike. Return its value, and parameters in it that the model does not have."""
-    seed_all(0)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(0)
+    _seed(device)
     result = loss(model, batch)
     settlement_of(model).forget()
     values = list(result.values()) if isinstance(result, Mapping) else [result]
@@ -184,6 +187,22 @@ def _value(
     own = set(map(id, model.parameters()))
     foreign = [leaf for leaf in leaves_of(tensors) if isinstance(leaf, nn.Parameter) and id(leaf) not in own]
     return sum(float(each.detach().double().sum()) for each in tensors), tuple(foreign)
+
+
+def _has_drawn(device: torch.device) -> bool:
+    """Return whether the last call of `_value` drew from torch's generators, or there was none."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    after = [generator.get_state() for generator in generators]
+    _seed(device)
+    return not all(torch.equal(one.get_state(), state) for one, state in zip(generators, after, strict=True))
+
+
+def _seed(device: torch.device) -> None:
+    seed_all(0)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(0)
 
 
 def leaves_of(results: Sequence[Tensor]) -> list[Tensor]:
@@ -209,7 +228,7 @@ def _are_alike(one: float, other: float, device: torch.device) -> bool:
 
 
 def _gradients(
-    loss: LossFunction, model: nn.Module, batches: Sequence[Any], sizes: Sequence[int]
+    loss: LossFunction, model: nn.Module, batches: Sequence[Any], sizes: Sequence[int], replays: bool
 ) -> tuple[Tensor, str] | None:
     """Return one row for the whole batch and for each part; and what was drawn that could not be replayed."""
     recorder = ReplayedDraws()
@@ -218,7 +237,7 @@ def _gradients(
         if number:
             recorder.replay(start, sizes[number - 1], num_samples)
             start += sizes[number - 1]
-        with recorder:
+        with recorder if replays else nullcontext():
             row = _gradient(loss, model, batch)
         if row is None:
             return None
