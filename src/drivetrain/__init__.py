@@ -119,12 +119,18 @@ __all__ = ["__version__", *_HOME]
 
 
 def _load(module: str) -> ModuleType:
-    """Import a module without collecting garbage meanwhile: what modules make stays, and to look for it takes 0.3 s."""
+    """Import a module without collecting garbage meanwhile: what modules make stays, and to look for it takes 0.3 s.
+
+    Nor are these objects looked at as new ones right after it, in 0.3 s more: they join the oldest, as they would then.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
         return import_module(module)
     finally:
+        if collects and not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
         if collects:
             gc.enable()
 
