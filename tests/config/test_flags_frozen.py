@@ -180,6 +180,7 @@ LAUNCH_FLAGS = [
         "--main-port",
         "--interface",
         "--max-restarts",
+        "--standby",
         "--hang-seconds",
         "--tail-ranks",
         "--log-dir",

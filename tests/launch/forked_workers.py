@@ -60,7 +60,8 @@ class Forked(subprocess.Popen[Any]):
                     os.close(descriptor)
         for descriptor in self._kept:
             os.set_inheritable(descriptor, True)
-        supervision.__init__(int(self._environment[CHANNEL]))  # type: ignore[misc]  # it is made when it is imported
+        channel = self._environment.get(CHANNEL)  # one that stands by has none yet
+        supervision.__init__(None if channel is None else int(channel))  # type: ignore[misc]  # it is made when it is imported
         become(args[1:], str(Path.cwd()), self._environment)
 
 

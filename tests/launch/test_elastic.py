@@ -3,14 +3,16 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.commands.test_train_integration import SCRIPT, losses, wait_for_step, weights
+from tests.commands.test_train_integration import SCRIPT, diary, losses, wait_for_step, weights
 from tests.hardware_fixtures import load
 from tests.launch.hosts import some_hosts
-from tests.launch.jobs import environment, launch, script, wait_for, wait_for_words
+from tests.launch.jobs import are_gone, environment, launch, launching, script, wait_for, wait_for_words
 from tests.launch.training_script import train
 from tests.warm_python import run
 
@@ -145,3 +147,34 @@ def test_a_gpu_in_reserve_takes_the_place_of_a_broken_one(tmp_path: Path) -> Non
     assert (tmp_path / "gpus-0-0").read_text() == f"{gpus[0]},{gpus[1]}"
     assert (tmp_path / "gpus-1-1").read_text() == f"{gpus[0]},{gpus[2]}"
     assert f"GPU {gpus[2]} takes the place of GPU {bad}" in done.stderr
+
+
+def test_ranks_that_stood_by_go_on_to_the_same_bits(tmp_path: Path) -> None:
+    """After a kill -9 both ranks are processes that were there before it."""
+    folder, whole = tmp_path / "broken", tmp_path / "whole"
+    folder.mkdir()
+    whole.mkdir()
+    with launching(folder, "--standby", str(SCRIPT), str(folder), "12", forks=True, PAUSE="0", HOLD="6") as process:
+        first = [wait_for_step(folder, 6, rank=rank)[1] for rank in (0, 1)]
+        children = wait_for_children(process.pid, 5)  # the workers, those that stand by, and the guard
+        os.kill(first[1], signal.SIGKILL)
+        (folder / "go").write_text("")
+        out, err = process.communicate(240)
+    assert process.returncode == 0, err
+    assert "finished 12" in out
+    then = {pid for rank in (0, 1) for _, _, pid in diary(folder, rank)} - {*first}
+    assert len(then) == 2
+    assert then <= children
+    assert are_gone(list(children)) == []
+    assert launch(whole, str(SCRIPT), str(whole), "12", forks=True, PAUSE="0").code == 0
+    assert losses(folder) == losses(whole)
+    assert weights(folder) == weights(whole)
+
+
+def wait_for_children(pid: int, count: int, seconds: float = 240) -> set[int]:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if len(found := {child.pid for child in psutil.Process(pid).children()}) >= count:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"{pid} did not have {count} children within {seconds} s")

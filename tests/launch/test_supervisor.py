@@ -444,3 +444,67 @@ def test_a_checkpoint_that_waits_for_a_silent_rank_is_not_waited_for(tmp_path: P
     assert not (tmp_path / "waited").exists()
     assert "rank 1" in done.err
     assert "did not come to a collective that rank 0 waited for" in done.err
+
+
+# Of a worker, what it finds when its script begins; what names files, ports and this start is left out.
+STOOD_BY = RANK + (
+    "import fcntl, json\n"
+    "from drivetrain.core.launchers import supervision\n"
+    "from pathlib import Path\n"
+    "import psutil\n"
+    "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+    "varied = ('_FD', 'MASTER_PORT', 'RESTART_COUNT', 'CHANNEL', 'STACKS')\n"
+    "def is_handed(n): return os.readlink(f'/proc/self/fd/{n}').startswith(('pipe:', 'socket:', '/memfd:'))\n"
+    "handed = [n for n in range(3, 100) if os.path.lexists(f'/proc/self/fd/{n}') and is_handed(n)]\n"
+    "facts = {'environment': {k: v for k, v in os.environ.items() if not k.endswith(varied)}, 'argv': sys.argv}\n"
+    "facts |= {'path': sys.path, 'main': sorted(globals().keys()), 'cwd': os.getcwd(), 'name': __name__}\n"
+    "facts |= {'blocked': sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), 'nice': os.nice(0)}\n"
+    "facts |= {'handled': {n.name: str(signal.getsignal(n)).split(' at ')[0] for n in signal.Signals}}\n"
+    "facts |= {'group': os.getpgid(0) == os.getsid(0) == os.getpid(), 'cores': sorted(os.sched_getaffinity(0))}\n"
+    "facts |= {'inherited': sum(not fcntl.fcntl(n, fcntl.F_GETFD) for n in handed)}\n"
+    "facts |= {'in': os.readlink('/proc/self/fd/0')}\n"
+    "facts |= {'out': os.fstat(1) == os.fstat(2), 'terminal': sys.stdout.isatty(), 'parent': os.getppid()}\n"
+    "facts |= {'threads': [thread.name for thread in __import__('threading').enumerate()]}\n"
+    "Path(f'facts-{attempt}').write_text(json.dumps([facts, os.getpid(), 'torch' in sys.modules]))\n"
+    "print('from attempt', attempt)\n"
+    "Path('run').mkdir(exist_ok=True)\n"
+    "supervision.run(str(Path('run').absolute()))\n"
+    "supervision.step(1 + int(attempt))\n"
+    "while attempt == '0':\n"  # until there is a further child besides the guard
+    "    others = [one.pid for one in psutil.Process(os.getppid()).children() if one.pid != os.getpid()]\n"
+    "    if len(others) == 2:\n"
+    "        Path('others').write_text(json.dumps(others))\n"
+    "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    "    time.sleep(0.01)\n"
+    "supervision.tell('end', finished=True)\n"
+)
+
+
+def test_one_that_stood_by_is_a_worker_like_any_other(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--standby", str(script(tmp_path, STOOD_BY)), "--word", num_processes=1, SECRET="1")
+    assert (done.code, done.out) == (0, "from attempt 0\nfrom attempt 1\n"), done.err
+    (fresh, _, had_torch), (stood_by, pid, has_torch) = (
+        json.loads((tmp_path / f"facts-{attempt}").read_text()) for attempt in (0, 1)
+    )
+    assert stood_by == fresh
+    assert (had_torch, has_torch) == (False, True)  # its interpreter was started, and had imported, before
+    others = json.loads((tmp_path / "others").read_text())
+    assert pid in others
+    assert are_gone(others) == []
+
+
+def test_what_stands_by_dies_with_its_supervisor(tmp_path: Path) -> None:
+    text = STOOD_BY.replace("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(100)")
+    with launching(tmp_path, "--standby", str(script(tmp_path, text)), num_processes=1, forks=True) as process:
+        others = json.loads(wait_for(tmp_path / "others"))
+        process.kill()
+        assert are_gone(others) == []
+
+
+def test_none_stands_by_for_a_script_that_changes_its_environment(tmp_path: Path) -> None:
+    text = "import os\nos.environ['OMP_NUM_THREADS'] = '7'\n" + STOOD_BY.replace("len(others) == 2", "tell_twice()")
+    twice = "def tell_twice():\n    time.sleep(1)\n    return True\n"
+    done = launch(tmp_path, "--standby", str(script(tmp_path, twice + text)), num_processes=1, forks=True)
+    assert done.code == 0
+    assert "--standby has no effect: the script changes its environment (OMP_NUM_THREADS)" in done.err
+    assert len(json.loads((tmp_path / "others").read_text())) == 1  # the guard alone

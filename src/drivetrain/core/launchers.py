@@ -331,11 +331,20 @@ class Supervision:
         self._phase = 0  # of `PHASES`
         self._num_changes = 0
         self._watchdog = StepWatchdog()
+        self._born_with: dict[str, str] = {}  # the environment that the supervisor gave
 
     @classmethod
     def of_environment(cls) -> "Supervision":
         text = os.environ.get(CHANNEL, "")
         return cls(int(text) if text.isdecimal() else None)
+
+    def connect(self) -> None:
+        """Take the channel from the environment that a worker has now, and remember that environment.
+
+        One that stood by got it after its interpreter had started.
+        """
+        self._channel = self.of_environment()._channel
+        self._born_with = dict(os.environ)
 
     @property
     def is_there(self) -> bool:
@@ -417,7 +426,8 @@ class Supervision:
     def run(self, folder: str, resumed_from: int | None = None) -> None:
         self.run_folder, self.is_own_loop = folder, False
         self.phase("start")
-        self.tell("run", folder=folder)
+        names = {name for name, _ in os.environ.items() ^ self._born_with.items()}
+        self.tell("run", folder=folder, changed=sorted(name for name in names if not name.startswith("DRIVETRAIN_")))
 
 
 supervision = Supervision.of_environment()

@@ -62,6 +62,11 @@ class LaunchOptions(BaseModel):
     max_restarts: int = Field(
         3, ge=0, description="start again after a failure this often, while progress is made (default: 3)"
     )
+    standby: bool = Field(
+        False,
+        description="keep a process beside each rank that has imported torch already, so that a restart is quicker; "
+        "some 0.3 GB of memory each",
+    )
     hang_seconds: float = Field(
         60,
         ge=0,

@@ -29,7 +29,7 @@ from drivetrain.launch.layout import (
 )
 from drivetrain.launch.nodes import NO_TOKEN, OTHER_SECRET, Channel, read_token, token_file
 from drivetrain.launch.supervisor import TICK_SECONDS, Supervisor
-from drivetrain.launch.workers import Crew, RankLogs, Start, WorkerTask
+from drivetrain.launch.workers import Crew, RankLogs, Standbys, Start, WorkerTask
 
 _SAY_AFTER_SECONDS = 5.0
 SKIP_PREFLIGHT = "DRIVETRAIN_SKIP_PREFLIGHT"
@@ -55,6 +55,7 @@ class Follower:
                 remedy="give the address of the machine with --node-rank 0, as this one reaches it",
             )
         guard = OrphanGuard()
+        self._standbys = Standbys(self._task, self._options, guard)
         try:
             with hearing() as wish:
                 seconds, lost = self._options.join_seconds, ""
@@ -79,6 +80,7 @@ class Follower:
                     )
                     seconds = self._options.rejoin_seconds
         finally:
+            self._standbys.close()
             guard.close()
 
     def _connect(self, seconds: float, wish: StopWish, lost: str) -> Channel | None:
@@ -169,7 +171,7 @@ class Follower:
                 start = Start(main_address=self._layout.main_address, **numbers)
                 folder = self._options.log_dir or self._output_dir / "launch" / f"node-{self._layout.node_rank}"
                 logs = RankLogs(folder, start.attempt, self._options.tail_ranks)
-                self._crew = Crew(self._task, self._layout, start, logs, guard, None)
+                self._crew = Crew(self._task, self._layout, start, logs, guard, None, self._standbys)
             case "stop" if self._crew is not None:
                 self._crew.stop(int(str(message["signal"])))
             case "kill":

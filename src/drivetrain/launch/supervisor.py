@@ -43,7 +43,7 @@ from drivetrain.launch.root_cause import (
     waited_for,
 )
 from drivetrain.launch.slurm import submitted_at
-from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, RankLogs, Start, WorkerTask
+from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, RankLogs, Standbys, Start, WorkerTask
 
 TICK_SECONDS = 0.1
 # After a failure: for ranks that noticed nothing, for ranks that are on their way out, and where every rank only
@@ -93,18 +93,18 @@ class Supervisor:
     def __init__(
         self, task: WorkerTask, layout: Layout, options: LaunchOptions, output_dir: Path, code: dict[str, str]
     ) -> None:
-        self._task, self._layout, self._options, self._output_dir = task, layout, options, output_dir
-        self._code = code
+        self._task, self._layout, self._options, self._code = task, layout, options, code
+        self._output_dir = output_dir
         self._run_folder: Path | None = None
         self._first_logs = output_dir / "launch" / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
-        self._best_step = self._best_checkpoint = 0
-        self._outside_in_a_row = 0
+        self._best_step = self._best_checkpoint = self._outside_in_a_row = 0
         self._before: Failure | None = None
         self._log = AttemptLog(submitted_at(output_dir))
 
     def run(self) -> int:
         self._nodes = Nodes(self._layout, self._output_dir, self._code, self._options.node_seconds)
         self._guard = OrphanGuard()
+        self._standbys = Standbys(self._task, self._options, self._guard)
         try:
             with hearing() as wish:
                 self._wish = wish
@@ -118,6 +118,7 @@ class Supervisor:
             raise
         finally:
             self._nodes.close()
+            self._standbys.close()
             self._guard.close()
 
     def _run(self) -> tuple[int, str]:
@@ -211,7 +212,7 @@ class Supervisor:
                 node.channel.send({"do": "start", "attempt": attempt.number, "first_rank": first, **facts})
                 first += node.num_processes
             logs = RankLogs(self._log_folder(), attempt.number, self._options.tail_ranks)
-            crew = Crew(self._task, layout, start, logs, self._guard, store)
+            crew = Crew(self._task, layout, start, logs, self._guard, store, self._standbys)
         finally:
             store.close()  # rank 0 has its own; when it dies, the others notice
         try:

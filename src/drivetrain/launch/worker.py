@@ -3,7 +3,9 @@
 Loads nothing heavy before the script does: a script may set variables that torch reads when it is imported.
 """
 
+import contextlib
 import faulthandler
+import json
 import os
 import signal
 import socket
@@ -19,9 +21,10 @@ from typing import Any, NoReturn
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import supervision
 from drivetrain.core.processes import die_with_parent
-from drivetrain.core.stopping import follow_supervisor, take_order
+from drivetrain.core.stopping import STOP_SIGNALS, follow_supervisor, take_order
 
 STORE_FD = "DRIVETRAIN_STORE_FD"
+STANDBY_FD = "DRIVETRAIN_STANDBY_FD"
 ORDERS_FD = "DRIVETRAIN_ORDERS_FD"
 SUPERVISOR_PID = "DRIVETRAIN_SUPERVISOR_PID"
 CORES = "DRIVETRAIN_CORES"
@@ -36,10 +39,8 @@ def main() -> NoReturn:
 
     Its command is `python -c "from drivetrain.launch.worker import main; main()" script FILE …` or `… command train …`.
     """
-    die_with_parent(int(os.environ.pop(SUPERVISOR_PID, "0")))  # an `OrphanGuard` kills the children
-    cores = os.environ.get(CORES, "")
-    if cores:
-        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    _belong_to_supervisor()
+    supervision.connect()
     stacks = os.environ.get(STACKS, "")
     if stacks:
         faulthandler.register(STACK_SIGNAL, file=_append_to(stacks), all_threads=True)
@@ -51,6 +52,45 @@ def main() -> NoReturn:
     supervision.tell("ready", pid=os.getpid())
     kind, *words = sys.argv[1:]
     sys.exit(_guarded(kind, words))
+
+
+def stand_by() -> NoReturn:
+    """Import torch and the training, and wait; become a worker when the supervisor hands over the place of a rank.
+
+    Until then it is no rank: nothing of the script is run, no device is touched, and signals that ask a job to stop
+    stay blocked. Its interpreter has the words and the environment of a worker already.
+    """
+    _belong_to_supervisor()
+    with socket.socket(fileno=int(os.environ.pop(STANDBY_FD))) as channel:
+        getattr(import_module("drivetrain"), "train")  # noqa: B009  (loads it, and torch with it)
+        with contextlib.suppress(OSError):  # its place may be there already, and the other end closed
+            channel.send(b"+")
+        word, descriptors, *_ = socket.recv_fds(channel, 1, 8)
+    if not word:
+        os._exit(0)  # the supervisor needs it no more
+    order, output, *others = descriptors
+    with os.fdopen(order) as file:
+        file.seek(0)
+        environment, names = json.load(file)
+    while late := signal.sigpending() & set(STOP_SIGNALS):  # meant for those that were ranks then
+        signal.sigwait(late)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(environment)
+    for name, descriptor in zip(names, others, strict=True):
+        os.set_inheritable(descriptor, True)  # as of a process that was started with it
+        os.environ[name] = str(descriptor)
+    main()
+
+
+def _belong_to_supervisor() -> None:
+    """Die with the supervisor, and use the cores that it allotted: before torch counts them."""
+    die_with_parent(int(os.environ.pop(SUPERVISOR_PID, "0")))  # an `OrphanGuard` kills the children
+    cores = os.environ.get(CORES, "")
+    if cores:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
 def _guarded(kind: str, words: list[str]) -> int:

@@ -26,16 +26,20 @@ from drivetrain.core.safe_text import printable
 from drivetrain.core.stopping import held_back
 from drivetrain.hardware.host import oom_kills
 from drivetrain.launch.flight_recorder import DUMP_FILES, dump_environment, reached_by_dump
-from drivetrain.launch.layout import Layout
+from drivetrain.launch.layout import LaunchOptions, Layout
 from drivetrain.launch.nodes import TOKEN
 from drivetrain.launch.root_cause import TIMEOUT, Failure, failure_from_error, failure_from_exit
-from drivetrain.launch.worker import CORES, ORDERS_FD, STACK_SIGNAL, STACKS, STORE_FD, SUPERVISOR_PID
+from drivetrain.launch.worker import CORES, ORDERS_FD, STACK_SIGNAL, STACKS, STANDBY_FD, STORE_FD, SUPERVISOR_PID
 
 _KEPT_LINES = 40
 _LONGEST_LINE = 2000
 _SEARCHED_BYTES = 1 << 18  # of the end of a log: native stacks of all threads may stand behind what matters
 Event = dict[str, Any]  # JSON, so that it can cross to another machine
 _BOOTSTRAP = "from drivetrain.launch.worker import main; main()"
+_STANDBY = "from drivetrain.launch.worker import stand_by; stand_by()"
+_MOST_LOST = 3  # processes that ended while they stood by: then no more are started
+_LOW_PRIORITY = 19
+_CAP_SYS_NICE = 23
 STOPPED = 130  # what `drivetrain train` ends with after a clean stop
 LOOK_SECONDS = 0.2  # between two looks at how far the workers are
 STACK_SECONDS = 2.0  # that a rank may take to say where it is
@@ -167,6 +171,139 @@ class _Worker:
     seen: tuple[Progress, bool] = (Progress(), False)  # its progress at the last look, and whether it is stopped
 
 
+def _start_python(
+    code: str, task: WorkerTask, environment: dict[str, str], output: int, passed: Collection[int]
+) -> subprocess.Popen[bytes]:
+    with held_back():  # it is not up yet: no signal may end it
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *task.words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=list(passed),
+            start_new_session=True,  # a separate group: one kill for all its children, no Ctrl-C from the terminal
+        )
+
+
+@dataclass
+class _Standby:
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    is_ready: bool = False  # has imported everything
+
+
+class Standbys:
+    """Processes that have imported torch and wait, one for each rank here, to become workers of the next attempt.
+
+    A restart then does not wait for imports, which take most of its time. They are started one after another while the
+    ranks train, with low priority where it can be raised again, and die with the supervisor as workers do. Where the
+    script changes its environment before it trains there are none: libraries read variables when they are imported.
+    """
+
+    def __init__(self, task: WorkerTask, options: LaunchOptions, guard: OrphanGuard) -> None:
+        self._task, self._guard = task, guard
+        self._are_wanted = options.standby and options.max_restarts > 0
+        self._waiting: dict[int, _Standby] = {}  # by local rank
+        self._num_lost = 0
+        self._may_start = False  # a run has begun
+        self._lowers_priority = _may_raise_priority()
+
+    def heed(self, changed: Collection[str]) -> None:
+        """Learn that a run has begun, and which variables the script has changed before."""
+        if changed and self._are_wanted:
+            self._are_wanted = False
+            names = ", ".join(sorted(changed)[:3]) + (", …" if len(changed) > 3 else "")
+            words = f"--standby has no effect: the script changes its environment ({names}) before it trains"
+            print(f"drivetrain: {printable(words)}", file=sys.stderr, flush=True)
+        self._may_start = self._are_wanted
+
+    def tend(self, environments: dict[int, dict[str, str]]) -> None:
+        """Start the next process, unless one is still importing.
+
+        Args:
+            environments: those of the workers, by local rank. What a process is handed over later may differ in what
+                names its place, not in what libraries read.
+        """
+        for local_rank, standby in list(self._waiting.items()):
+            if not standby.is_ready:
+                with contextlib.suppress(BlockingIOError):
+                    standby.is_ready = bool(standby.channel.recv(1, socket.MSG_DONTWAIT))
+            if standby.process.poll() is not None:
+                self._end(self._waiting.pop(local_rank))
+                self._num_lost += 1
+        if not self._may_start or self._num_lost >= _MOST_LOST:
+            return
+        missing = [local_rank for local_rank in environments if local_rank not in self._waiting]
+        if missing and all(standby.is_ready for standby in self._waiting.values()):
+            self._waiting[missing[0]] = self._start(environments[missing[0]])
+
+    def take(
+        self, local_rank: int, environment: dict[str, str], output: int, handed: dict[str, int]
+    ) -> "subprocess.Popen[bytes] | None":
+        """Turn a process that stands by into the worker of a rank. Return None where there is none.
+
+        Args:
+            local_rank: the rank on this machine.
+            environment: its environment, without the numbers of open files.
+            output: where it writes what the script prints.
+            handed: open files for it, by the variables that name them.
+        """
+        standby = self._waiting.pop(local_rank, None)
+        if standby is None:
+            return None
+        try:
+            with tempfile.TemporaryFile("w") as order:
+                json.dump([environment, list(handed)], order)
+                order.flush()
+                socket.send_fds(standby.channel, [b"!"], [order.fileno(), output, *handed.values()])
+        except OSError:  # it is gone, or the disk is full
+            self._end(standby)
+            return None
+        standby.channel.close()
+        if self._lowers_priority:
+            _set_priority(standby.process.pid, os.getpriority(os.PRIO_PROCESS, 0))
+        return standby.process
+
+    def close(self) -> None:
+        """End all that still stand by."""
+        while self._waiting:
+            self._end(self._waiting.popitem()[1])
+
+    def _start(self, environment: dict[str, str]) -> _Standby:
+        here, there = socket.socketpair()
+        with there, open(os.devnull, "wb") as nothing:  # noqa: PTH123
+            numbered = environment | {STANDBY_FD: str(there.fileno())}
+            process = _start_python(_STANDBY, self._task, numbered, nothing.fileno(), [there.fileno()])
+        self._guard.add(process.pid)
+        if self._lowers_priority:
+            _set_priority(process.pid, _LOW_PRIORITY)
+        return _Standby(process, here)
+
+    def _end(self, standby: _Standby) -> None:
+        standby.channel.close()
+        kill_group(standby.process.pid)
+        standby.process.wait()
+        self._guard.remove(standby.process.pid)
+
+
+def _may_raise_priority() -> bool:
+    """Return whether this process may raise a priority that it lowered, which users may not."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        mask = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
+    except (OSError, StopIteration, ValueError):
+        return False
+    return bool(mask >> _CAP_SYS_NICE & 1)
+
+
+def _set_priority(pid: int, value: int) -> None:
+    """Set the priority of all threads of a process."""
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), value)
+
+
 class Crew:
     """Emits events: `run`, `step`, `checkpoint`, `end`, `failure`, `left`, `interrupted`; `ended` of a process that had
     reported its failure or interruption before, and `gone` once all ended.
@@ -180,8 +317,10 @@ class Crew:
         logs: RankLogs,
         guard: OrphanGuard,
         store: socket.socket | None,
+        standbys: Standbys,
     ) -> None:
-        self._layout, self._logs, self._guard = layout, logs, guard
+        self._layout, self._logs, self._guard, self._standbys = layout, logs, guard, standbys
+        self._environments: dict[int, dict[str, str]] = {}  # of the workers here, by their local ranks
         self._host = socket.gethostname()
         self._selector = selectors.DefaultSelector()
         self._oom_kills = oom_kills()
@@ -199,19 +338,41 @@ class Crew:
 
     def _start(self, task: WorkerTask, start: Start, local_rank: int, store: socket.socket | None) -> _Worker:
         rank = start.first_rank + local_rank
-        layout = self._layout
+        num_here = self._layout.num_processes
         place = ProcessPlace(
-            "drivetrain", rank, start.world_size, local_rank, layout.num_processes, start.main_address, start.store_port
+            "drivetrain", rank, start.world_size, local_rank, num_here, start.main_address, start.store_port
         )
         output, output_there = os.pipe()
         reports, reports_there = os.pipe()
         orders_there, orders = os.pipe()
         page = ProgressPage.create()
-        cores = layout.cores[local_rank] if layout.cores else ()
+        environment = self._environments[local_rank] = self._environment(task, start, place)
+        handed = {CHANNEL: reports_there, ORDERS_FD: orders_there}  # open files, by the variables that name them
+        if page is not None:
+            handed[PAGE_FD] = page[1]
+        if store is not None:
+            handed[STORE_FD] = store.fileno()
+        process = self._standbys.take(local_rank, environment, output_there, handed)
+        if process is None:
+            numbers = {name: str(descriptor) for name, descriptor in handed.items()}
+            process = _start_python(_BOOTSTRAP, task, environment | numbers, output_there, handed.values())
+        self._guard.add(process.pid)
+        for end in (output_there, reports_there, orders_there, *(() if page is None else (page[1],))):
+            os.close(end)
+        for end in (output, reports):
+            os.set_blocking(end, False)
+        worker = _Worker(rank, process, output, reports, orders, page=None if page is None else page[0])
+        self._selector.register(output, selectors.EVENT_READ, (worker, self._read_output))
+        self._selector.register(reports, selectors.EVENT_READ, (worker, self._read_reports))
+        return worker
+
+    def _environment(self, task: WorkerTask, start: Start, place: ProcessPlace) -> dict[str, str]:
+        """Return the environment of a worker, without the numbers of its open files."""
+        cores = self._layout.cores[place.local_rank] if self._layout.cores else ()
         environment = {
             **os.environ,
             **({} if self._dumps is None else dump_environment(os.environ, f"{self._dumps}/rank-")),
-            **layout.environment,
+            **self._layout.environment,
             **task.environment,
             **place.environment,
             "NODE_RANK": str(start.place),
@@ -222,39 +383,12 @@ class Crew:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(start.attempt),
             "PYTHONUNBUFFERED": "1",
-            CHANNEL: str(reports_there),
-            ORDERS_FD: str(orders_there),
             SUPERVISOR_PID: str(os.getpid()),
-            STACKS: str(self._logs.stacks(rank).absolute()),
+            STACKS: str(self._logs.stacks(place.rank).absolute()),
             CORES: ",".join(map(str, cores)),
         }
         environment.pop(TOKEN, None)  # the supervisors' own
-        passed = [reports_there, orders_there]
-        if page is not None:
-            environment[PAGE_FD] = str(page[1])
-            passed.append(page[1])
-        if store is not None:
-            environment[STORE_FD] = str(store.fileno())
-            passed.append(store.fileno())
-        with held_back():  # it is not up yet: no signal may end it
-            process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, *task.words],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output_there,
-                stderr=output_there,
-                pass_fds=passed,
-                start_new_session=True,  # a separate group: one kill for all its children, no Ctrl-C from the terminal
-            )
-        self._guard.add(process.pid)
-        for end in (output_there, reports_there, orders_there, *(() if page is None else (page[1],))):
-            os.close(end)
-        for end in (output, reports):
-            os.set_blocking(end, False)
-        worker = _Worker(rank, process, output, reports, orders, page=None if page is None else page[0])
-        self._selector.register(output, selectors.EVENT_READ, (worker, self._read_output))
-        self._selector.register(reports, selectors.EVENT_READ, (worker, self._read_reports))
-        return worker
+        return environment
 
     @property
     def selector(self) -> selectors.BaseSelector:
@@ -293,6 +427,8 @@ class Crew:
 
     def _look(self) -> None:
         """Look how far the workers are, and report it where it has changed."""
+        if all(worker.step and not worker.ended for worker in self._workers):
+            self._standbys.tend(self._environments)  # once all are training: their own start is not held up
         for worker in self._workers:
             if worker.page is None or worker.ended:
                 continue
@@ -394,6 +530,7 @@ class Crew:
             worker.step = int(report["step"])
             self._emit("step", worker, step=worker.step)
         elif kind == "run":
+            self._standbys.heed(report.get("changed", ()))
             self._emit("run", worker, folder=str(report["folder"]))
         elif kind in ("resumed", "checkpoint", "end", "interrupted", "signal"):
             worker.has_told |= kind == "interrupted"
