@@ -36,7 +36,7 @@ test: ruff  ## lint and every test that needs no GPU, three files at a time (JOB
 	@{ found=$$($(BIN)/mypy 2>&1); code=$$?; echo "mypy: $$found"; exit $$code; } & types=$$!; \
 	  $(BIN)/python -m pytest -m '$(HERE) and not alone' -n $(JOBS) --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	  wait $$types || { echo "mypy failed: its messages stand above, or run make lint"; exit 1; }; exit $$tests
-	@$(BIN)/python -m pytest -m '$(HERE) and alone' --reruns 2 $(ALONE)
+	@$(BIN)/python -m pytest -m '$(HERE) and alone' --warm --reruns 2 $(ALONE)
 
 quick: lint  ## lint and three quarters of the tests in less than two minutes: those that take less than 0.2 s each
 	@$(BIN)/python -m pytest -m '$(HERE) and not alone' --quick -q -n 2 --dist loadfile --no-loadscope-reorder

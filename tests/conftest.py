@@ -55,12 +55,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("drivetrain")
     group.addoption("--quick", action="store_true", help="leave out what takes long: see tests/cpu_seconds.py")
     group.addoption("--measure-cpu", action="store_true", help="write tests/cpu_seconds.txt anew")
+    group.addoption("--warm", action="store_true", help="start the server of tests/warm_python.py at once, not at need")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported and collected, which stays: looking for garbage takes a third of that time
     if config.getoption("--measure-cpu"):
         config.pluginmanager.register(cpu_seconds.Measuring())
+    if config.getoption("--warm"):
+        warm_python.server_address()
     if address := getattr(config, "workerinput", {}).get("warm python"):
         warm_python.use_server(address)
 

@@ -52,19 +52,32 @@ def reported(done: Ended) -> tuple[int, float, str]:
     return int(found[1]), float(found[3]), found[2]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the same job where nothing hangs."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    done = run_with(folder, "", hang=60.0)
-    assert done.code == 0, done.err
-    assert "no step has ended" not in done.err
-    return read(folder / "runs" / "stepping").losses
-
-
 def hung_rank(kind: str) -> int:
     return 0 if kind in ("save", "gil") else 1
 
+
+def without_a_supervisor(folder: Path) -> Ended:
+    """What a process that holds the GIL says, which hangs until it is killed."""
+    with WarmProcess(["-c", PLAIN, str(SCRIPT), str(folder), "1000"], cwd=folder) as process:
+        assert process.stdout is not None
+        late = threading.Timer(120, process.kill)  # it hangs, as the reading below would
+        late.start()
+        text = ""
+        while "in _hold_gil" not in text and (line := process.stdout.readline()):
+            text += line
+        late.cancel()
+    return Ended(0, text, "", 0.0)
+
+
+PLAIN = """
+import sys, runpy
+from drivetrain.core import progress
+progress.LEAST_SECONDS = 1.0
+import os
+os.environ["DRIVETRAIN_INJECT"] = "gil@40"
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 JOBS: dict[str, Callable[[Path], Ended]] = {
     # With a limit of 3 s: a step of 0.1 s at times takes 0.3 s; a hook and a validation take 4 s.
@@ -73,13 +86,15 @@ JOBS: dict[str, Callable[[Path], Ended]] = {
     "one process": lambda at: run_with(at, "gil@9", world=1),
     # 3 s, of which 2 are too many, and 12 would be the end.
     "resolves itself": lambda at: run_with(at, "slow@9:rank1", hang=12.0),
+    "undisturbed": lambda at: run_with(at, "", hang=60.0),
+    "without a supervisor": without_a_supervisor,
 }
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Future[Ended]]]]:
-    """All jobs, two at a time: most of the time they wait."""
-    with ThreadPoolExecutor(2) as threads:
+    """All jobs, five at a time: most of the time they wait."""
+    with ThreadPoolExecutor(5) as threads:
         folders = {name: tmp_path_factory.mktemp(name.replace(" ", "-")) for name in JOBS}
         yield {name: (folder, threads.submit(JOBS[name], folder)) for name, folder in folders.items()}
 
@@ -93,6 +108,16 @@ def ended(
         folder, job = begun.pop(request.param)
         return folder, job.result()
     return tmp_path, JOBS[request.param](tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(begun: dict[str, tuple[Path, Future[Ended]]]) -> list[float]:
+    """The losses of the same job where nothing hangs."""
+    folder, job = begun["undisturbed"]
+    done = job.result()
+    assert done.code == 0, done.err
+    assert "no step has ended" not in done.err
+    return read(folder / "runs" / "stepping").losses
 
 
 @pytest.mark.alone
@@ -144,30 +169,12 @@ def test_a_hang_that_resolves_itself_is_only_reported(ended: tuple[Path, Ended])
 
 
 @pytest.mark.alone
-def test_a_process_without_a_supervisor_tells_where_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended", ["without a supervisor"], indirect=True)
+def test_a_process_without_a_supervisor_tells_where_it_is(ended: tuple[Path, Ended]) -> None:
     """The GIL is held: a thread of Python could not tell."""
-    words = ["-c", PLAIN, str(SCRIPT), str(tmp_path), "1000"]
-    with WarmProcess(words, cwd=tmp_path) as process:
-        assert process.stdout is not None
-        late = threading.Timer(120, process.kill)  # it hangs, as the reading below would
-        late.start()
-        text = ""
-        while "in _hold_gil" not in text and (line := process.stdout.readline()):
-            text += line
-        late.cancel()
+    text = ended[1].out
     assert "Timeout (0:00:0" in text
     assert "in _hold_gil" in text
-
-
-PLAIN = """
-import sys, runpy
-from drivetrain.core import progress
-progress.LEAST_SECONDS = 1.0
-import os
-os.environ["DRIVETRAIN_INJECT"] = "gil@40"
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def test_what_is_no_step_is_told_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

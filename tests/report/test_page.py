@@ -33,12 +33,19 @@ in_browser = pytest.mark.skipif(
 )
 
 
-def make_folder(folder: Path, num_steps: int = 300, name: str = "made", metric: str = "valid_accuracy") -> Path:
+def make_folder(
+    folder: Path,
+    num_steps: int = 300,
+    name: str = "made",
+    metric: str = "valid_accuracy",
+    per_epoch: int = 100,
+    **logged: float,
+) -> Path:
     """A run folder with the files that a report reads, written without training."""
     folder.mkdir(parents=True)
     steps = [
-        {"step": step, "epoch": step // 100, "samples": 8, "loss": 3 / step + (step % 7) / 50, "num_items": 8.0,
-         "lr": 1e-3 / step, "grad_norm": 1 + step % 5, "seconds": 0.01, "skipped": False}
+        {"step": step, "epoch": step // per_epoch, "samples": 8, "loss": 3 / step + (step % 7) / 50, "num_items": 8.0,
+         "lr": 1e-3 / step, "grad_norm": 1 + step % 5, "seconds": 0.01, "skipped": False, **logged}
         for step in range(1, num_steps + 1)
     ]  # fmt: skip
     steps[num_steps // 2]["loss"] = 77.0  # one spike, which no downsampling may lose
@@ -198,9 +205,8 @@ def test_what_others_wrote_is_as_they_published_it() -> None:
 
 @pytest.mark.alone
 def test_a_hundred_thousand_steps_make_a_small_page_soon(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "run", 100_000)
     logged = {f"value {number}": number + 0.5 for number in range(12)}
-    rewrite(folder / "steps.jsonl", lambda row: {**row, "epoch": row["step"] // 8, **logged})
+    folder = make_folder(tmp_path / "run", 100_000, per_epoch=8, **logged)
     began = time.process_time()
     data = RunData.read(folder)
     text = page(data, summary(data), {})
