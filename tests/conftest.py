@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 # would only wait for each other where several tests run at a time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests import cpu_seconds, warm_python
+from tests import cpu_seconds, warm_python, warm_workers
 from tests.gloo_pool import gloo_pool
 from tests.simulated_clock import simulated_clock
 
@@ -64,6 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(cpu_seconds.Measuring())
     if config.getoption("--warm"):
         warm_python.server_address()
+    if tx := getattr(config.option, "tx", None):  # of pytest-xdist, in the process that starts its workers
+        config.option.tx = [warm_workers.specification(config.add_cleanup)] * len(tx)
     if address := getattr(config, "workerinput", {}).get("warm python"):
         warm_python.use_server(address)
 

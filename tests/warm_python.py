@@ -155,7 +155,8 @@ def become(words: list[str], folder: str, environment: Mapping[str, str]) -> Non
     """Be `python WORDS` until the process ends: streams, signals and groups are the caller's to set."""
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", buffering=-1, closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
-    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

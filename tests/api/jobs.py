@@ -32,7 +32,7 @@ class Variant:
     kind: str = "mlp"  # or "transformer"
     dtype: torch.dtype = torch.float64
     global_batch: int = 32
-    steps: int = 12  # with 150 samples, 2 epochs and part of a third; the first 5 warm up
+    steps: int = 8  # with 150 samples, an epoch and part of a second; the first 5 warm up
     dropout: float = 0.0
     noisy_items: bool = False
     num_samples: int = NUM_SAMPLES

@@ -46,8 +46,8 @@ def test_returns_rise_in_context_on_goals_it_never_saw(tmp_path: Path, monkeypat
     kept = json.loads((run / "darkroom.json").read_text())
     model = recipe.make_model(recipe.DarkroomSize(**kept["size"])).eval()
     model.load_state_dict(load_file(run / "model.safetensors"))
-    again = play(model, Darkroom(5, 10), Context("plain", 4, 10), held_out.repeat_interleave(6), 48, kept["seed"])
-    assert again.mean(0).tolist() == pytest.approx(scores.transformer)
+    again = play(model, Darkroom(5, 10), Context("plain", 4, 10), held_out.repeat_interleave(6), 12, kept["seed"])
+    assert again.mean(0).tolist() == pytest.approx(scores.transformer[:12])
 
 
 def test_two_regions_train_and_play(tmp_path: Path, monkeypatch) -> None:
