@@ -64,7 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(cpu_seconds.Measuring())
     if config.getoption("--warm"):
         warm_python.server_address()
-    if tx := getattr(config.option, "tx", None):  # of pytest-xdist, in the process that starts its workers
+    # Of pytest-xdist, in the process that starts its workers. FRESH_WORKERS=1 starts real ones, to compare.
+    if (tx := getattr(config.option, "tx", None)) and not os.environ.get("FRESH_WORKERS"):
         config.option.tx = [warm_workers.specification(config.add_cleanup)] * len(tx)
     if address := getattr(config, "workerinput", {}).get("warm python"):
         warm_python.use_server(address)
