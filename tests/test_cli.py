@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.cli import COMMANDS, flag_parser, main
+from drivetrain.cli import COMMANDS, FirstLine, flag_parser, main
 from drivetrain.commands.command import options_of
 from drivetrain.commands.launch import LaunchCommandOptions
 from drivetrain.config import Resolved, settings
@@ -364,3 +364,13 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, timeout=240, check=False)
     assert done.stderr == ""
     assert done.stdout.startswith("run:")
+
+
+def test_a_line_stands_there_before_pytorch_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    first = FirstLine("drivetrain eval")
+    sys.meta_path.insert(0, first)
+    first.find_spec("json", None)
+    assert capsys.readouterr().err == ""
+    first.find_spec("torch", None)
+    assert capsys.readouterr().err == "drivetrain eval: loading PyTorch …\n"
+    assert first not in sys.meta_path

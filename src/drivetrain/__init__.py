@@ -5,6 +5,7 @@ Everything public is reached from here. Names are loaded when first used (PEP 56
 """
 
 import gc
+import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -122,17 +123,27 @@ def _load(module: str) -> ModuleType:
     """Import a module without collecting garbage meanwhile: what modules make stays, and to look for it takes 0.3 s.
 
     Nor are these objects looked at as new ones right after it, in 0.3 s more: they join the oldest, as they would then.
+    What trains takes seconds with all of PyTorch that it needs; a terminal shows that, until it is there.
     """
     collects = gc.isenabled()
+    is_long = module.startswith("drivetrain.api.") and module not in sys.modules and _is_terminal()
     gc.disable()
     try:
+        if is_long:
+            print("drivetrain: loading …", end="", file=sys.stderr, flush=True)
         return import_module(module)
     finally:
         if collects and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
+        if is_long:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
         if collects:
             gc.enable()
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()  # None: under pythonw
 
 
 def __getattr__(name: str) -> Any:

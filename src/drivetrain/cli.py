@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache, partial
 from importlib import import_module
+from importlib.abc import MetaPathFinder
 
 from drivetrain import __version__
 from drivetrain.commands.command import COMMANDS, LoadedCommand, options_of
@@ -68,6 +69,8 @@ def dispatch(words: list[str]) -> int:
         problem = Problem(name, "there is no such command", name, COMMAND_LINE, ", ".join(COMMANDS), remedy)
         raise ConfigError([problem])
 
+    if sys.stderr.isatty() and "--quiet" not in words and "torch" not in sys.modules:  # logs need no first line
+        sys.meta_path.insert(0, FirstLine(f"drivetrain {name}"))
     command = COMMANDS[name].load()
     parser = flag_parser(name, command)
     parsed = parser.parse(words[1:])
@@ -81,17 +84,22 @@ def dispatch(words: list[str]) -> int:
     options = options_of(command)(**parsed.options)
     code = command.run(options, resolved)
     if code is None:
-        if not resolved.config.watch.quiet:
-            _say_loading(f"drivetrain {name}")
         module, _, function = COMMANDS[name].here.partition(":")
         code = int(getattr(import_module(module), function)(options, resolved))
     return code
 
 
-def _say_loading(command: str) -> None:
-    """Print a first line on a terminal, before PyTorch is loaded, which takes seconds. Logs need none."""
-    if sys.stderr.isatty():
-        print(f"{command}: loading PyTorch …", file=sys.stderr, flush=True)
+class FirstLine(MetaPathFinder):
+    """Prints a line once PyTorch is about to be imported, which takes seconds; it finds no module itself."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        """Print the line if this is PyTorch; the other finders do the rest."""
+        if fullname == "torch":
+            sys.meta_path.remove(self)
+            print(f"{self._command}: loading PyTorch …", file=sys.stderr, flush=True)
 
 
 def flag_parser(name: str, loaded: LoadedCommand) -> FlagParser:

@@ -476,3 +476,83 @@ def test_a_run_inside_of_itself_is_refused(tmp_path: Path) -> None:
     hook = dt.every(2, lambda context: weights_of(job_of(), tmp_path))
     with pytest.raises(DrivetrainError, match="another run of this very process"):
         weights_of(job_of(hooks=[hook]), tmp_path)
+
+
+class Leveled(Dataset[Any]):
+    """Has an attribute that its items depend on, and others that only reading changes."""
+
+    def __init__(self) -> None:
+        self.level, self.reads, self.cache = 1.0, 0, dict[int, Tensor]()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        self.cache[index] = INPUTS[index]
+        return self.cache[index] * self.level, LABELS[index]
+
+
+def notes_on_data(folder: Path) -> list[str]:
+    events = [json.loads(line) for line in (folder / "habit" / "events.jsonl").read_text().splitlines()]
+    return [note for event in events if event["event"] == "data" for note in event["notes"]]
+
+
+def test_a_curriculum_that_a_hook_sets_is_reported(tmp_path: Path) -> None:
+    data = Leveled()
+
+    class Remembering(dt.Hook):
+        every = 1
+
+        def __call__(self, context: dt.StepContext) -> None:
+            data.level = 1 + context.step
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"level": data.level}
+
+        def load_state_dict(self, state: Any) -> None:
+            data.level = state["level"]
+
+    def harder(context: dt.StepContext) -> None:
+        data.level = 1 + context.step
+
+    weights_of(job_of(data=data, hooks=[dt.every(2, harder)]), tmp_path / "function")
+    (note,) = notes_on_data(tmp_path / "function")
+    assert "harder has changed level of the data set" in note
+    assert "load_state_dict" in note
+    for hook in (Remembering(), dt.every(1, lambda context: None)):
+        folder = tmp_path / type(hook).__name__
+        weights_of(job_of(data=data, hooks=[hook]), folder)
+        assert notes_on_data(folder) == []
+
+
+@pytest.mark.parametrize("settings", [{"num_workers": 1}, {"resident": "on"}])
+def test_a_curriculum_that_does_not_arrive_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    class Quiet(Leveled):
+        def __getitem__(self, index: int) -> Any:
+            return INPUTS[index] * self.level, LABELS[index]
+
+    data = Quiet()
+    hook = dt.every(2, lambda context: setattr(data, "level", 2.0))
+    with pytest.raises(DrivetrainError, match=r"has changed level of the data set.* no effect") as raised:
+        weights_of(job_of(data=data, hooks=[hook]), tmp_path, **settings)
+    assert "--num-workers 0" in raised.value.remedy
+
+
+def test_a_data_set_that_uses_the_model_is_reported(tmp_path: Path) -> None:
+    class Played(Dataset[Any]):
+        def __init__(self, policy: nn.Module) -> None:
+            self.policy = policy
+
+        def __len__(self) -> int:
+            return SAMPLES
+
+        def __getitem__(self, index: int) -> Any:
+            return INPUTS[index], self.policy(INPUTS[index]).argmax()
+
+    model, other = make_model(), make_model()
+    weights_of(job_of(model=model, data=Played(model)), tmp_path / "own")
+    (note,) = notes_on_data(tmp_path / "own")
+    assert "uses the model (policy)" in note
+    weights_of(job_of(model=make_model(), data=Played(other)), tmp_path / "other")
+    assert notes_on_data(tmp_path / "other") == []

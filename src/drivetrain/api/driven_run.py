@@ -346,7 +346,7 @@ def _tell(session: Session, opened: Opened, resumed_from: int, recorder: RunReco
     if opened.parts.weights_taken is not None:
         write_down(opened.parts.weights_taken, recorder)
     tell_changes(opened.changes, resumed_from, recorder)
-    tell_notes(opened.loader, recorder)
+    tell_notes(opened.loader, opened.parts.model, recorder)
     tell_plain_optimizer(opened.parts.optimizer, recorder)
     tell_rate(session, opened.parts.optimizer, recorder)
     tell_sharding(session, recorder)

@@ -323,7 +323,7 @@ class _Run(Session):
         tell_extension(self, start.folder, parts.optimizer, resumed_from, recorder)
         keep_fingerprint(self, start.folder)
         tell_changes(start.changes, resumed_from, recorder)
-        tell_notes(loader, recorder)
+        tell_notes(loader, parts.model, recorder)
         tell_plain_optimizer(parts.optimizer, recorder)
         tell_rate(self, parts.optimizer, recorder)
         tell_capture(stepper, recorder)

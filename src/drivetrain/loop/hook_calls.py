@@ -1,7 +1,7 @@
 """Calls the hooks of a run at step boundaries, with all that they may ask for."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +17,14 @@ from drivetrain.core.logged import Media, collecting, media_of, on_host
 from drivetrain.core.state import put_away
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
+from drivetrain.data.loader import Loader
 from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import HOOKS, VALIDATION
 from drivetrain.strategies.ema import Average
 from drivetrain.strategies.freezing import Freezer
+
+_DEPTH = 2  # of objects within the data set that are looked into, such as its transforms
 
 
 class RunLog(Protocol):
@@ -35,6 +38,64 @@ class RunLog(Protocol):
 
     def logged(self, step: int, epoch: int, values: Mapping[str, float], media: Mapping[str, Media]) -> None:
         """Record what a hook logged after `step` steps, in an epoch from 0."""
+
+
+class DataWatch:
+    """Finds hooks that change the data set, as a curriculum does: no checkpoint holds that, and workers have a copy."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader, self._dataset = loader, loader.source.dataset
+        self._is_told = False
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the numbers and texts among the attributes of the data set and of what it is made of, by their names.
+
+        Names that begin with an underscore are left out: counters and caches have such names.
+        """
+        return {} if self._is_told else dict(_settings_of(self._dataset, "", _DEPTH))
+
+    def judge(self, before: Mapping[str, Any], hook: Hook) -> str:
+        """Return what to say of the attributes that a hook changed; raise where the change has no effect."""
+        now = self.attributes()
+        changed = [name for name, value in now.items() if name in before and before[name] != value == value]  # no nan
+        if not changed:
+            return ""
+        self._is_told, loader = True, self._loader
+        what = f"{_name(hook)} has changed {', '.join(changed[:3])} of the data set"
+        if loader.num_workers or loader.resident is not None:
+            held = "its items are read by worker processes, which have a copy of it"
+            if loader.resident is not None:
+                held = "its items were copied to memory beforehand"
+            raise DrivetrainError(
+                f"{what}, and {held}: it has no effect",
+                remedy="--num-workers 0 --resident off reads items in the training process; or let the data set decide "
+                "by the epoch: its method set_epoch(epoch) is called wherever it is read",
+            )
+        if isinstance(hook, ChecksFirst) or getattr(type(hook), "state_dict", None) is not Hook.state_dict:
+            return ""  # it can take its state up again
+        return (
+            f"{what}, and no checkpoint holds that: a resumed run differs until the hook sets it again. Let a hook "
+            "with state_dict and load_state_dict set it, or the data set itself, in set_epoch(epoch)"
+        )
+
+
+def _settings_of(thing: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+    for name, value in getattr(thing, "__dict__", {}).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(value, (bool, int, float, str)):
+            yield f"{prefix}{name}", value
+        elif depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type)):
+            yield from _settings_of(value, f"{prefix}{name}.", depth - 1)
+
+
+def _is_ours(hook: Hook) -> bool:
+    """Return whether a hook is one of the experts' lifecycle, which reads samples, and changes no data."""
+    return type(hook).__module__.startswith("drivetrain.moe.")
+
+
+def _name(hook: Hook) -> str:
+    return str(hook) if type(hook).__str__ is not object.__str__ else type(hook).__name__
 
 
 class HookCalls:
@@ -53,7 +114,9 @@ class HookCalls:
         rehearsal: Rehearsal | None,
         check_model: Callable[[], None],
         freezer: Freezer | None,
+        loader: Loader,
     ) -> None:
+        self._data = DataWatch(loader)
         self._model, self._optimizer, self._world, self._folder = model, optimizer, world, folder
         self._recorder, self._stepper, self._validation, self._average = recorder, stepper, validation, average
         self._rehearsal, self._check_model, self._freezer = rehearsal, check_model, freezer
@@ -109,8 +172,12 @@ class HookCalls:
             put_away(self._model)
             modes = modes_of(self._modules)
             phase = "validation" if hook is self._validation else "hooks"
+            attributes = self._data.attributes() if phase == "hooks" and not _is_ours(hook) else {}
             with supervision.in_phase(phase), collecting(copies=self._world.is_main) as logged:
                 verdicts.append(hook(context) or Verdict())
+            if attributes and (words := self._data.judge(attributes, hook)):
+                self._recorder.event("data", notes=[words])
+                self._recorder.say(f"  data       {words}")
             if modes[0][1] and not self._model.training:  # the model itself is the first of its modules
                 set_modes(modes)
                 self._tell_of_modes(hook)
@@ -167,8 +234,9 @@ class HookCalls:
         """Say once that `model.eval()` in a hook was undone: dropout and batch norm would be off from then on."""
         if not self._has_told_of_modes:
             self._has_told_of_modes = True
-            name = str(hook) if type(hook).__str__ is not object.__str__ else type(hook).__name__
-            self._recorder.say(f"  hooks      {name} left the model in evaluation mode: it is back in training mode")
+            self._recorder.say(
+                f"  hooks      {_name(hook)} left the model in evaluation mode: it is back in training mode"
+            )
 
     def _companions(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the tensors kept for a parameter element by element: optimizer state and moving average."""

@@ -159,9 +159,8 @@ class Trainer:
         """
         self._job, self._stepper, self._loader, self._rates = job, stepper, loader, rates
         self._saver, self._snapshot = saver, saver.snapshot
-        self._hook_calls = HookCalls(
-            model, optimizer, world, folder, recorder, stepper, validation, average, rehearsal, check_model, freezer
-        )
+        given = model, optimizer, world, folder, recorder, stepper, validation, average, rehearsal
+        self._hook_calls = HookCalls(*given, check_model, freezer, loader)
         self._counting, self._say = CountingWatch(model), recorder.say
         self._first_step, self._validation, self._average = first_step, validation, average
         self._before_step, self._set_loss_weights = before_step, set_loss_weights

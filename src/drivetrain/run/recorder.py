@@ -1,11 +1,13 @@
 """Opens the recorder of a run that is set up: it writes on the main process, and does nothing on the others."""
 
+import inspect
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from math import ceil
 
+from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.core.batch_sizes import in_words
@@ -86,16 +88,35 @@ def open_recorder(
     return recorder
 
 
-def tell_notes(loader: Loader, recorder: RunRecorder | NoRunRecorder) -> None:
-    """Report what was done with the data that was passed in."""
+def tell_notes(loader: Loader, model: nn.Module, recorder: RunRecorder | NoRunRecorder) -> None:
+    """Report what was done with the data that was passed in, and whether its items depend on the model."""
 
     def tell(*notes: str) -> None:
         if notes:
             recorder.event("data", notes=notes)
             recorder.say("\n".join(f"  data       {note}" for note in notes))
 
-    tell(*loader.source.notes, *loader.notes)
+    tell(*loader.source.notes, *loader.notes, *_uses_model(loader, model))
     loader.tell = tell
+
+
+def _uses_model(loader: Loader, model: nn.Module) -> Iterator[str]:
+    """Yield a note where the data set reaches the model that is trained, by an attribute or in its code."""
+    dataset, trained = loader.source.dataset, {id(weight) for weight in model.parameters() if weight.requires_grad}
+    reached = dict(getattr(dataset, "__dict__", {}))
+    for method in ("__getitem__", "__getitems__", "__iter__", "__next__"):
+        function = getattr(type(dataset), method, None)
+        if inspect.isfunction(function):
+            found = inspect.getclosurevars(function)
+            reached |= {**found.globals, **found.nonlocals}
+    for name, value in reached.items():
+        if isinstance(value, nn.Module) and any(id(weight) in trained for weight in value.parameters()):
+            words = "a resumed run has the same items only where they depend on nothing but the weights of its step"
+            if loader.num_workers or loader.resident is not None:
+                words = "they are not read in the training process, and see the weights of the start only: "
+                words += "--num-workers 0 --resident off lets them see the present ones"
+            yield f"the data set uses the model ({name}), so that its items depend on the weights: {words}"
+            return
 
 
 def tell_capture(stepper: Stepper, recorder: RunRecorder | NoRunRecorder) -> None:
