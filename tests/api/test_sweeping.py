@@ -241,6 +241,20 @@ def test_a_sweep_that_is_ended_with_its_processes_goes_on(
         assert losses(folder) == losses(tmp_path / "undisturbed" / "sweep" / folder.name)
 
 
+def test_sigterm_ends_a_sweep_as_ctrl_c_does() -> None:
+    """It comes to one process, and those that train hear of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the child, too, which waits for it
+    try:
+        child = multiprocessing.get_context("fork").Process(target=signal.sigwait, args=({signal.SIGINT},))
+        child.start()
+        with pytest.raises(KeyboardInterrupt), sweeping._ended_as_by_ctrl_c():
+            os.kill(os.getpid(), signal.SIGTERM)
+        child.join()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert child.exitcode == 0
+
+
 def test_a_variant_without_a_finite_value_has_failed(tmp_path: Path) -> None:
     """Its ledger is JSON that everybody reads, and it is not the best."""
     result = dt.sweep(diverging, {"is_endless": [False, True]}, output_dir=tmp_path, quiet=True)

@@ -158,6 +158,14 @@ def test_on_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert f"name one of {folder}/mine" in capsys.readouterr().err
 
 
+def test_a_line_end_in_a_name_breaks_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path / "plain").close()
+    (tmp_path / "plain").rename(tmp_path / "two\nlines")
+    assert main(["status", "--output-dir", str(tmp_path)]) == 0
+    line, _cause = capsys.readouterr().out.splitlines()
+    assert f"{tmp_path}/two\\x0alines: step 10" in line
+
+
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of programs that stands before all others."""

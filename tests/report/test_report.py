@@ -1,5 +1,6 @@
 """The report of a run, from its folder alone."""
 
+import errno
 import json
 import math
 import shutil
@@ -163,6 +164,16 @@ def test_a_damaged_folder_is_said_and_raises_nothing(copied: Path) -> None:
     problems = write_report(copied)
     assert len(problems) >= 2
     assert all("was not written" in text for text in problems)
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, content: bytes) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr("drivetrain.report.write_atomically", refused)
+    (problem,) = write_report(copied)
+    assert "Read-only file system" in problem
+    assert "remedy: make the folder writable, or copy it" in problem
 
 
 def test_a_torn_last_line_is_no_line(copied: Path) -> None:

@@ -9,16 +9,18 @@ import itertools
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context, get_start_method, set_start_method
+from multiprocessing import active_children, get_context, get_start_method, set_start_method
 from pathlib import Path
-from signal import SIG_BLOCK, SIG_SETMASK, SIG_UNBLOCK, SIGINT, pthread_sigmask, signal
+from signal import SIG_BLOCK, SIG_SETMASK, SIG_UNBLOCK, SIGINT, SIGTERM, pthread_sigmask, signal
 from statistics import mean
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -273,10 +275,11 @@ class _Sweep:
         runner = _Runner(self._limits.parallel)
         before = float(self._ledger["seconds"])
         try:
-            if self._spec.search:
-                self._search(runner)
-            else:
-                self._halve(runner)
+            with _ended_as_by_ctrl_c():
+                if self._spec.search:
+                    self._search(runner)
+                else:
+                    self._halve(runner)
         except KeyboardInterrupt:
             self._why_stopped = INTERRUPTED
         finally:
@@ -525,6 +528,26 @@ class _Runner:
 
 _worker: list[int] = []
 _interrupts: list[int] = []  # those that came to this process between its runs
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """Take SIGTERM, which a scheduler sends to the first process alone, as Ctrl-C, which all processes get."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for child in active_children():
+            if child.pid is not None:
+                os.kill(child.pid, SIGINT)
+        raise KeyboardInterrupt
+
+    before = signal(SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal(SIGTERM, before)
 
 
 @contextmanager

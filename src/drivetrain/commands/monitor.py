@@ -25,7 +25,7 @@ from drivetrain.commands.command import Command
 from drivetrain.commands.status import last_change, last_rows, runs_in, state_of
 from drivetrain.config import Flag, Positional, Resolved
 from drivetrain.core.run_folder import find_run
-from drivetrain.core.safe_text import printable
+from drivetrain.core.safe_text import on_one_line, printable
 from drivetrain.core.value import format_duration
 from drivetrain.hardware import detect
 from drivetrain.hardware.cuda_driver import load_nvml
@@ -211,7 +211,7 @@ def run_block(row: Mapping[str, Any], width: int) -> Text:
     """Return a run: its name and state, a bar while it goes on, its figures, and what happened to it."""
     style = STYLES.get(row["state"], "magenta")
     text = Text()
-    text.append(printable(row["title"]), "bold")
+    text.append(on_one_line(row["title"]), "bold")
     text.append(f"  {row['state']}", style)
     step, whole = row["step"], row["num_steps"]
     if whole and row["state"] == "running":
@@ -227,7 +227,7 @@ def run_block(row: Mapping[str, Any], width: int) -> Text:
     for device in row["devices"]:
         text.append(f"\n  {device_line(device, width).plain}", "dim")
     if row["folder"]:
-        text.append(f"\n  {printable(row['folder'])}", "dim")
+        text.append(f"\n  {on_one_line(row['folder'])}", "dim")
     return text
 
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 from drivetrain.commands.command import Command
 from drivetrain.config import Positional, Resolved
 from drivetrain.core.run_folder import find_run
+from drivetrain.core.safe_text import on_one_line, printable
 from drivetrain.report import PAGE, write_report
 
 COMMAND = Command(
@@ -26,5 +27,6 @@ class ReportOptions(BaseModel):
 def run(options: ReportOptions, resolved: Resolved) -> int:
     folder = find_run(options.run, resolved.config.run.output_dir)
     problems = write_report(folder)
-    print("\n".join(problems) or f"written: {folder / PAGE}, and the pictures and words beside it")
+    page = on_one_line(str(folder / PAGE))
+    print(printable("\n".join(problems)) or f"written: {page}, and the pictures and words beside it")
     return 1 if problems else 0

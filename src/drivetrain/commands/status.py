@@ -22,7 +22,7 @@ from drivetrain.core.batch_sizes import batch_sizes_of, recorded_batch, samples_
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.goodput import Account, read_account
 from drivetrain.core.run_folder import as_row, find_run, is_finished, read_job, read_yaml
-from drivetrain.core.safe_text import printable
+from drivetrain.core.safe_text import on_one_line, printable
 from drivetrain.launch.slurm import SlurmJob, jobs_of
 
 State = Literal["running", "finished", "stopped", "refused", "crashed", "unreadable"]
@@ -296,7 +296,7 @@ def in_words(one: RunState) -> str:
     facts.append("no checkpoint" if one.checkpoint is None else f"checkpoint {one.checkpoint}")
     facts += [] if one.seconds_left is None else [f"{timedelta(seconds=round(one.seconds_left))} left"]
     facts += [] if one.goodput is None else [f"goodput {one.goodput:.1%}"]
-    line = f"{one.state:<9} {one.folder}: {', '.join(facts)}"
+    line = f"{one.state:<9} {on_one_line(one.folder)}: {', '.join(facts)}"
     more = [one.cause, f"interruptions {one.failures}" if one.failures else ""]
     return "\n          ".join([line, *filter(None, more)])
 

@@ -45,6 +45,19 @@ def printable(text: str, *, colors: bool = False) -> str:
     return found + ("\x1b[0m" if len(parts) > 1 else "")
 
 
+def on_one_line(text: str) -> str:
+    """Return text such as the name of a folder as a line has it: line ends and tabs, too, are in a visible form.
+
+    Args:
+        text: The text of another.
+
+    Example:
+        >>> on_one_line("a" + chr(10) + "b")
+        'a\\\\x0ab'
+    """
+    return re.sub(r"[\t\n]", _visible, printable(text))
+
+
 def _visible(found: re.Match[str]) -> str:
     number = ord(found[0])
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"

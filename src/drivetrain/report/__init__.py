@@ -1,11 +1,13 @@
 """Turns a run folder into text and pictures. Reads only the folder: it works long after the run, and anywhere."""
 
 import contextlib
+import errno
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from drivetrain.core.run_folder import write_atomically
+from drivetrain.core.safe_text import on_one_line
 from drivetrain.report.experts import draw_activations, draw_devices, draw_lifecycle
 from drivetrain.report.graph_picture import draw_knowledge, draw_places
 from drivetrain.report.page import page
@@ -26,6 +28,7 @@ PICTURES = {
     "expert_device_distribution.png": "Where experts live",
     "expert_placement.png": "Who lives with whom",
 }
+_NOWHERE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # no file can be written
 MOST_GRAPHS = 6  # of single epochs: the first, the last, and some between
 # Drawing takes more than a second, most of it to load matplotlib: 2 % of a run of this length.
 PICTURE_SECONDS = 60.0
@@ -66,6 +69,16 @@ def write_report(folder: Path, *, always_draws: bool = True) -> list[str]:
             made = make(data)
             if made is not None:
                 write_atomically(folder / name, made)
+        except OSError as error:
+            if error.errno not in _NOWHERE:
+                problems.append(f"{name} was not written: {error}")
+                continue
+            # The others would fail in the same way.
+            problems.append(
+                f"the report was not written to {on_one_line(str(folder))}: {error.strerror}; remedy: make the folder "
+                "writable, or copy it and give `drivetrain report` the copy"
+            )
+            break
         except Exception as error:  # noqa: BLE001 - the run is done and saved; whatever a report meets is not its end
             problems.append(f"{name} was not written: {type(error).__name__}: {error}")
         except KeyboardInterrupt as error:
