@@ -66,6 +66,8 @@
     : Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(3)
     : String(Number(value.toPrecision(5)));
 
+  // Of few steps the axis has halves, too: there is no step there, and rounded they would stand there twice.
+  const onAxis = (value) => state.axis !== "seconds" && value % 1 ? "" : xWords(value);
   const xWords = (value) => state.axis === "seconds"
     ? (value >= 3600 ? (value / 3600).toPrecision(3) + " h" : value >= 60 ? (value / 60).toPrecision(3) + " min" : value.toPrecision(3) + " s")
     : Math.round(value).toLocaleString("en");
@@ -142,7 +144,7 @@
       },
       series: [{ label: state.axis, value: (u, value) => value === null || value === undefined ? "–" : xWords(value) }, ...series],
       axes: [
-        { ...axis, label: state.axis, size: 34, labelSize: 18, labelFont: axis.font, values: (u, values) => values.map(xWords), space: 70 },
+        { ...axis, label: state.axis, size: 34, labelSize: 18, labelFont: axis.font, values: (u, values) => values.map(onAxis), space: 70 },
         { ...axis, size: 62, values: (u, values) => values.map((value) => value === null ? "" : words(value)) },
       ],
       hooks: { draw: chart.stacked ? [] : [marks(chart, chart.lines, 1)] },
