@@ -23,10 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.core.world import World
-from drivetrain.moe.layer.experts import Experts
-from drivetrain.moe.layer.placement import slots_of
-from drivetrain.moe.layer.router import Routing
-from drivetrain.strategies.dispatcher import ExchangeDispatcher
+from drivetrain.moe.experts import Experts, Routing, slots_of
+from drivetrain.strategies.shared_experts import ExchangeDispatcher
 
 RANKS, EXPERTS, K = 4, 16, 2
 TOKENS, WIDTH, HIDDEN = 2048, 512, 64  # of each rank; experts are narrow, since they are not what is compared

@@ -1,7 +1,7 @@
 """The forecast of `drivetrain plan --for` against reality.
 
 `python -m benchmarks forecast`: 1 to 4 gloo processes of this machine, with one thread each, run the same global batch.
-The model of plan/scaling.py gets three things: the step of one process at the whole global batch and at a quarter of
+The model of plan/forecast.py gets three things: the step of one process at the whole global batch and at a quarter of
 it, and an all-reduce of two sizes between two processes. It then says what a step takes at half the batch, and on 2, 3
 and 4 processes; `dt.benchmark_performance` says what it took. Processes that have a core of their own are pinned to it.
 More processes than cores cannot show how a real machine of so many devices scales: they show that the cores are what is
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 import drivetrain as dt
-from drivetrain.plan.scaling import Interconnect, Pace, StepCost, StepWork, step_time
+from drivetrain.plan.forecast import Interconnect, Pace, StepCost, StepWork, step_time
 
 ROUNDS, STEPS = 3, 12
 MOST_PROCESSES = 4

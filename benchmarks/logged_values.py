@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 import drivetrain as dt
-from drivetrain.core.logged import Logged, logging_loss
-from drivetrain.core.records import LoggedTotals, StepRecord
-from drivetrain.strategies.step_log import StepLog
+from drivetrain.core.metrics import Logged, LoggedTotals, StepRecord, logging_loss
+from drivetrain.strategies.loss_parts import StepLog
 
 STEPS, ROUNDS = 2000, 9
 

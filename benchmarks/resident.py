@@ -22,7 +22,7 @@ from drivetrain.config import configure
 from drivetrain.data.division import Division
 from drivetrain.data.feed import feed_for
 from drivetrain.data.loader import Loader
-from drivetrain.data.resident_copy import make_resident
+from drivetrain.data.resident import make_resident
 from drivetrain.data.source import source_of
 
 ROUNDS = 3

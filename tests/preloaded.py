@@ -13,7 +13,7 @@ MODULES = (
     "torch.distributed.fsdp",
     "drivetrain.api.training",
     "drivetrain.cli",
-    "drivetrain.commands.train_in_process",
+    "drivetrain.commands.in_process",
     "drivetrain.recipes.digits",
 )
 # Extras: seconds for each of the processes that train a model of Hugging Face, a second for those with digits.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from drivetrain.cli import COMMANDS, FirstLine, flag_parser, main
 from drivetrain.commands.command import options_of
-from drivetrain.commands.launch import LaunchCommandOptions
+from drivetrain.commands.training import LaunchCommandOptions
 from drivetrain.config import Resolved, settings
 
 TRAIN_FLAGS = flag_parser("train", COMMANDS["train"].load()).flags
@@ -287,7 +287,7 @@ def test_the_notice_of_such_flags_is_one_line_and_no_error(capsys, tmp_path: Pat
     def run_nothing(options: LaunchCommandOptions, resolved: Resolved) -> int:
         return 0
 
-    monkeypatch.setattr("drivetrain.commands.launch.run", run_nothing)
+    monkeypatch.setattr("drivetrain.commands.training.run_launch", run_nothing)
     (tmp_path / "train.py").write_text("pass\n")
     code, out, err = run(capsys, "launch", str(tmp_path / "train.py"), "--cpu")
     assert (code, out, err.count("\n")) == (0, "", 1)
@@ -345,7 +345,7 @@ def test_a_script_finds_its_own_words(capsys, argued: str, command: str) -> None
 
 def test_workers_get_the_words_of_the_script(monkeypatch: pytest.MonkeyPatch, argued: str) -> None:
     seen: list[tuple[str, ...]] = []
-    monkeypatch.setattr("drivetrain.commands.train.start", lambda words, *_, **__: seen.append(words) or 0)
+    monkeypatch.setattr("drivetrain.commands.training.start", lambda words, *_, **__: seen.append(words) or 0)
     assert main(["train", argued, "--cpu", "--num-processes", "2", "--epochs", "3", "--", "--width", "3"]) == 0
     assert seen == [("command", "train", argued, "--budget.epochs=3", "--", "--width", "3")]
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from drivetrain import hf as hf
     from drivetrain.api.driving import Drive as Drive
     from drivetrain.api.driving import drive as drive
-    from drivetrain.api.finding_lr import find_lr as find_lr
     from drivetrain.api.measuring import benchmark_performance as benchmark_performance
     from drivetrain.api.measuring import evaluate as evaluate
-    from drivetrain.api.predicting import predict as predict
+    from drivetrain.api.measuring import find_lr as find_lr
+    from drivetrain.api.measuring import predict as predict
     from drivetrain.api.sweeping import sweep as sweep
     from drivetrain.api.training import export as export
     from drivetrain.api.training import train as train
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from drivetrain.config import configure as configure
     from drivetrain.core.aims import Aim as Aim
     from drivetrain.core.aims import EarlyStopping as EarlyStopping
-    from drivetrain.core.averaging import SWA as SWA
     from drivetrain.core.errors import ConfigError as ConfigError
     from drivetrain.core.errors import DrivetrainError as DrivetrainError
     from drivetrain.core.hook import Hook as Hook
     from drivetrain.core.hook import StepContext as StepContext
     from drivetrain.core.hook import Verdict as Verdict
     from drivetrain.core.hook import every as every
-    from drivetrain.core.logged import Histogram as Histogram
-    from drivetrain.core.logged import Image as Image
-    from drivetrain.core.logged import Text as Text
-    from drivetrain.core.logged import log as log
+    from drivetrain.core.metrics import Histogram as Histogram
+    from drivetrain.core.metrics import Image as Image
     from drivetrain.core.metrics import LossSum as LossSum
+    from drivetrain.core.metrics import Text as Text
+    from drivetrain.core.metrics import log as log
     from drivetrain.core.muon import Muon as Muon
     from drivetrain.core.muon import muon_with_adamw as muon_with_adamw
-    from drivetrain.core.optims import Optim as Optim
+    from drivetrain.core.optimizers import Optim as Optim
+    from drivetrain.core.schedules import SWA as SWA
     from drivetrain.core.schedules import Constant as Constant
     from drivetrain.core.schedules import MultiStep as MultiStep
     from drivetrain.core.schedules import OneCycle as OneCycle
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from drivetrain.core.schedules import WarmupCosine as WarmupCosine
     from drivetrain.core.schedules import WarmupLinear as WarmupLinear
     from drivetrain.core.schedules import WarmupStableDecay as WarmupStableDecay
-    from drivetrain.data.by_length import by_length as by_length
+    from drivetrain.data.source import by_length as by_length
     from drivetrain.hardware import DeviceManager as DeviceManager
     from drivetrain.hardware import Hardware as Hardware
     from drivetrain.hardware import assert_on_device as assert_on_device
@@ -68,7 +68,7 @@ _HOME = {
     "configure": "drivetrain.config",
     "ConfigError": "drivetrain.core.errors",
     "DrivetrainError": "drivetrain.core.errors",
-    "by_length": "drivetrain.data.by_length",
+    "by_length": "drivetrain.data.source",
     "DeviceManager": "drivetrain.hardware",
     "Hardware": "drivetrain.hardware",
     "assert_on_device": "drivetrain.hardware",
@@ -84,15 +84,15 @@ _HOME = {
     "OneCycle": "drivetrain.core.schedules",
     "WarmupStableDecay": "drivetrain.core.schedules",
     "OnPlateau": "drivetrain.core.schedules",
-    "SWA": "drivetrain.core.averaging",
+    "SWA": "drivetrain.core.schedules",
     "LossSum": "drivetrain.core.metrics",
     "Muon": "drivetrain.core.muon",
     "muon_with_adamw": "drivetrain.core.muon",
-    "Optim": "drivetrain.core.optims",
-    "log": "drivetrain.core.logged",
-    "Image": "drivetrain.core.logged",
-    "Histogram": "drivetrain.core.logged",
-    "Text": "drivetrain.core.logged",
+    "Optim": "drivetrain.core.optimizers",
+    "log": "drivetrain.core.metrics",
+    "Image": "drivetrain.core.metrics",
+    "Histogram": "drivetrain.core.metrics",
+    "Text": "drivetrain.core.metrics",
     "Hook": "drivetrain.core.hook",
     "StepContext": "drivetrain.core.hook",
     "Verdict": "drivetrain.core.hook",
@@ -102,9 +102,9 @@ _HOME = {
     "setup_distributed_environment": "drivetrain.launch.python_api",
     "get_free_port": "drivetrain.launch.layout",
     "evaluate": "drivetrain.api.measuring",
-    "predict": "drivetrain.api.predicting",
+    "predict": "drivetrain.api.measuring",
     "benchmark_performance": "drivetrain.api.measuring",
-    "find_lr": "drivetrain.api.finding_lr",
+    "find_lr": "drivetrain.api.measuring",
     "train": "drivetrain.api.training",
     "drive": "drivetrain.api.driving",
     "Drive": "drivetrain.api.driving",

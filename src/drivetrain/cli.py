@@ -17,7 +17,7 @@ from drivetrain.commands.command import COMMANDS, LoadedCommand, options_of
 from drivetrain.config import SETTINGS, as_launched, from_yaml, nearest, resolve
 from drivetrain.config.flags import COMMAND_LINE, FlagParser
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.core.safe_text import printable
+from drivetrain.core.log import printable
 from drivetrain.hardware import detect
 
 

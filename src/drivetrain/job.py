@@ -12,26 +12,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from drivetrain.core.aims import Aim, EarlyStopping
-from drivetrain.core.arguments import returned, suggesting_keywords
-from drivetrain.core.averaging import SWA
-from drivetrain.core.batch_sizes import (
+from drivetrain.core.aims import (
+    Aim,
     BatchSizes,
+    EarlyStopping,
     GlobalBatch,
     batch_sizes_of,
     in_words,
     largest_batch,
     samples_between,
 )
-from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.core.errors import ConfigError, DrivetrainError, returned, suggesting_keywords
 from drivetrain.core.hook import Hook
 from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, MetricFunction, MetricObject, NamedLosses
-from drivetrain.core.optimizers import JointOptimizer, closure_error, keep_rates_plain, needs_closure, use_fused
-from drivetrain.core.optims import LossByTurn, Optim, Turn, chosen_parameters, turns_of
-from drivetrain.core.schedules import Constant, FactorSchedule, OnPlateau, Schedule
+from drivetrain.core.optimizers import (
+    JointOptimizer,
+    LossByTurn,
+    Optim,
+    Turn,
+    chosen_parameters,
+    closure_error,
+    keep_rates_plain,
+    needs_closure,
+    turns_of,
+    use_fused,
+)
+from drivetrain.core.schedules import SWA, Constant, FactorSchedule, OnPlateau, Schedule
 from drivetrain.data.division import Division
-from drivetrain.data.held_out import sets_of
-from drivetrain.data.source import Source, source_of
+from drivetrain.data.source import Source, sets_of, source_of
 from drivetrain.job_checks import EXAMPLES, problems_of
 
 LossFunction = Callable[[nn.Module, Any], Tensor | LossSum | NamedLosses]

@@ -13,19 +13,15 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from drivetrain.core.aims import Aim, EarlyStopping
-from drivetrain.core.arguments import call_problem
-from drivetrain.core.averaging import SWA
-from drivetrain.core.batch_sizes import problem_of
-from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.aims import Aim, EarlyStopping, problem_of
+from drivetrain.core.errors import ConfigError, DrivetrainError, Problem, call_problem
 from drivetrain.core.hook import PERIODS, is_period
 from drivetrain.core.metrics import MetricObject
-from drivetrain.core.optims import Optim, complaints
+from drivetrain.core.optimizers import Optim, complaints
 from drivetrain.core.run_folder import ALLOWED_NAMES, problem_with_name
-from drivetrain.core.schedules import FactorSchedule, OnPlateau
+from drivetrain.core.schedules import SWA, FactorSchedule, OnPlateau
 from drivetrain.data.external_order import is_iterator
-from drivetrain.data.held_out import metric_names
-from drivetrain.data.source import Source
+from drivetrain.data.source import Source, metric_names
 
 _SET_KINDS = {"valid": "validation", "test": "test"}
 _NUMBERS: tuple[tuple[str, float, str, Callable[[Any], bool]], ...] = (

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 import drivetrain as dt
 from drivetrain.api.measuring import plan
-from drivetrain.commands.status import state_of
+from drivetrain.commands.monitor import state_of
 from drivetrain.config import configure
-from drivetrain.core.batch_sizes import in_words, samples_between
+from drivetrain.core.aims import in_words, samples_between
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.run_folder import read_job
 from drivetrain.data.division import SampleStream

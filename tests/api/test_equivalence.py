@@ -14,7 +14,7 @@ from drivetrain.core.metrics import LossSum
 from drivetrain.data.division import SampleStream
 from drivetrain.job import Job
 from drivetrain.strategies.base import Objective
-from drivetrain.strategies.kinds.ddp import _CarryingObjective
+from drivetrain.strategies.ddp import _CarryingObjective
 from tests.api.jobs import Trained, Variant, plain_loop, run
 from tests.gloo_pool import GlooPool
 

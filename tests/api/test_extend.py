@@ -10,10 +10,10 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 import drivetrain as dt
-from drivetrain.commands.status import runs_in
+from drivetrain.commands.monitor import runs_in
 from drivetrain.config import configure
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.run.extending import ExtendedSchedule
+from drivetrain.run.claiming import ExtendedSchedule
 from tests import warm_python
 from tests.api.jobs import Trained, Variant, make_job, read
 from tests.api.test_resume import CrashingLoss, PlantedError, assert_identical

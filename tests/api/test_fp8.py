@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 
 import drivetrain as dt
 from drivetrain.api.measuring import plan
-from drivetrain.core import fp8
+from drivetrain.core import precision as fp8
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.fp8 import Fp8Linear
+from drivetrain.core.precision import Fp8Linear
 from drivetrain.planning import planner
 from drivetrain.planning.probe import StepProbe
 from tests.api.test_resume import CrashingLoss, PlantedError

@@ -18,9 +18,9 @@ from drivetrain import report
 from drivetrain.api import driving, training
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.cli import main
-from drivetrain.commands.status import state_of
-from drivetrain.core import stopping
-from drivetrain.core.stopping import IMPATIENT_AFTER_SECONDS
+from drivetrain.commands.monitor import state_of
+from drivetrain.core import processes
+from drivetrain.core.processes import IMPATIENT_AFTER_SECONDS
 from tests import warm_python
 from tests.api.jobs import Variant, make_job
 
@@ -220,12 +220,12 @@ def test_a_signal_waits_for_the_report(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 @pytest.mark.usefixtures("sigterm_is_seen")
 def test_a_second_signal_waits_for_nothing(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "IMPATIENT_AFTER_SECONDS", 0.01)
+    monkeypatch.setattr(processes, "IMPATIENT_AFTER_SECONDS", 0.01)
     said: list[str] = []
     reached = []
 
     def write() -> None:
-        with stopping.written_first(said.append):
+        with processes.written_first(said.append):
             for which in ("the first waits", "the second does not"):
                 os.kill(os.getpid(), number)
                 time.sleep(0.05)
@@ -241,7 +241,7 @@ def test_a_report_that_was_cut_off_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a second Ctrl-C; or by SIGKILL, which leaves the same."""
-    monkeypatch.setattr(stopping, "IMPATIENT_AFTER_SECONDS", 0.01)
+    monkeypatch.setattr(processes, "IMPATIENT_AFTER_SECONDS", 0.01)
 
     def endless(*_: Any) -> bytes:
         os.kill(os.getpid(), signal.SIGINT)

@@ -15,9 +15,9 @@ import drivetrain as dt
 from drivetrain import DrivetrainError, Job, LossSum
 from drivetrain.api.training import train
 from drivetrain.config import configure
-from drivetrain.core.records import LoggedTotals, StepRecord
+from drivetrain.core.metrics import LoggedTotals, StepRecord
 from drivetrain.data.division import SampleStream
-from drivetrain.strategies.step_log import StepLog
+from drivetrain.strategies.loss_parts import StepLog
 from tests.gloo_pool import GlooPool
 
 NUM_SAMPLES, GLOBAL_BATCH, NUM_STEPS = 45, 16, 6

@@ -20,7 +20,7 @@ import drivetrain as dt
 from drivetrain.api import sweeping
 from drivetrain.cli import main
 from drivetrain.core.run_folder import read_rows
-from drivetrain.run.forking import fork_run
+from drivetrain.run.claiming import fork_run
 
 QUIET = dt.configure(report=False, auto_optimize=False, monitor_gpu=False)
 STEPS = 24

@@ -24,7 +24,7 @@ from drivetrain.checkpoint import (
     Files,
     Shard,
     background,
-    tables,
+    manifest,
 )
 from drivetrain.checkpoint.files import PIECE_BYTES, Written
 from drivetrain.checkpoint.staging import Staging
@@ -503,13 +503,13 @@ def test_the_first_save_works_out_nothing_that_was_prepared(tmp_path: Path, monk
     """What a save does beside training takes the interpreter from it."""
     calls: list[str] = []
     for name in ("merged_tensors", "parts_problem", "arranged"):
-        original = getattr(tables, name)
+        original = getattr(manifest, name)
 
         def counted(*args: Any, name: str = name, original: Any = original) -> Any:
             calls.append(name)
             return original(*args)
 
-        monkeypatch.setattr(tables, name, counted)
+        monkeypatch.setattr(manifest, name, counted)
     shards = [
         Shard.whole("a", torch.arange(6.0)),
         Shard.whole("empty", torch.zeros(0)),

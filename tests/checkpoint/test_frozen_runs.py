@@ -144,7 +144,7 @@ def test_what_moves_though_no_optimizer_holds_it_is_stored_right(tmp_path: Path,
 
 
 def test_status_does_not_count_a_checkpoint_without_them(whole: tuple[Path, Trained], tmp_path: Path) -> None:
-    from drivetrain.commands.status import state_of
+    from drivetrain.commands.monitor import state_of
 
     shutil.copytree(whole[0], tmp_path / "run")
     assert state_of(tmp_path / "run").checkpoint == 9

@@ -109,7 +109,7 @@ def test_a_run_of_another_user_is_named(tmp_path: Path) -> None:
     if child == 0:
         try:
             os.setuid(65534)
-            from drivetrain.commands.status import runs_in
+            from drivetrain.commands.monitor import runs_in
 
             os.write(writer, repr([(each.name, each.state, each.cause) for each in runs_in(tmp_path)]).encode())
         finally:

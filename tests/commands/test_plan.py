@@ -23,8 +23,8 @@ from torch.nn import functional
 from drivetrain import DrivetrainError
 from drivetrain.api.measuring import plan
 from drivetrain.cli import main
-from drivetrain.commands import plan_in_process as showing
-from drivetrain.commands import train as launching
+from drivetrain.commands import in_process as showing
+from drivetrain.commands import training as launching
 from drivetrain.config import configure
 from drivetrain.config.settings import SETTINGS
 from drivetrain.core.launchers import ProcessPlace
@@ -257,7 +257,7 @@ def test_a_plan_is_for_the_devices_that_train_would_use(
 ) -> None:
     started: list[Any] = []
     monkeypatch.setattr(launching, "start", lambda *given, **options: started.append(given) or 0)
-    monkeypatch.setattr(launching, "detect", lambda folder: load("4x-l4"))
+    monkeypatch.setattr(launching, "detect", lambda *_: load("4x-l4"))
     assert main(["plan", "digits", "--output-dir", str(tmp_path), *flags]) == 0
     assert [make_layout(options, hardware).num_processes for _, _, options, hardware, _ in started] == numbers
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from drivetrain.cli import main
-from drivetrain.commands.status import LAST_BYTES, runs_in, state_of
+from drivetrain.commands.monitor import LAST_BYTES, runs_in, state_of
 from drivetrain.core.run_folder import RunFolder
+from drivetrain.launch.clusters import jobs_of, write_down
 from drivetrain.launch.root_cause import Failure, as_json
-from drivetrain.launch.slurm import jobs_of, write_down
 from tests import warm_python
 
 JOB = {"name": "mine", "num_steps": 100, "global_batch": 8}
@@ -43,7 +43,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     grows = made(tmp_path / "grows", job={"global_batch": {"0": 8, "50": 24}})  # 16 samples per second so far
     child = (  # in a process of its own: a process does not see its own locks
         "import json,sys;from pathlib import Path;from dataclasses import asdict;"
-        "from drivetrain.commands.status import state_of;"
+        "from drivetrain.commands.monitor import state_of;"
         "print(json.dumps([asdict(state_of(Path(folder))) for folder in sys.argv[1:]]))"
     )
     command = [sys.executable, "-c", child, str(run.path), str(grows.path)]

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from drivetrain.config import FOREIGN, Given, as_launched, configure, from_yaml, resolve
-from drivetrain.config.dialects import DIALECTS, Meaning
-from drivetrain.config.settings import BY_DOTTED
+from drivetrain.config.settings import BY_DOTTED, DIALECTS, Meaning
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.launchers import ProcessPlace
-from drivetrain.run.command_context import share_workers
+from drivetrain.run.session import share_workers
 from tests.hardware_fixtures import load
 
 GPUS = load("8x-a100-80gb")

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.commands.config import as_json, as_yaml
+from drivetrain.commands.check import as_json, as_yaml
 from drivetrain.config import SETTINGS, Config, Given, configure, resolve
 from drivetrain.config.resolve import from_plan, from_values, from_yaml
 from drivetrain.core.errors import ConfigError

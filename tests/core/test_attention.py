@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drivetrain.core import attention
+from drivetrain.core import precision
 from drivetrain.core.precision import FP32_ON_CPU, numerics
 
 OF_TORCH = functional.scaled_dot_product_attention
@@ -19,7 +19,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
 def test_compiled_it_is_flex_attention_and_gives_the_same(
     is_causal: bool, scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_fits", lambda *parts: True)  # else on a GPU alone
+    monkeypatch.setattr(precision, "_fits", lambda *parts: True)  # else on a GPU alone
     torch.compiler.reset()
     graphs: list[str] = []
 
@@ -48,7 +48,7 @@ def test_torchs_own_is_back_afterwards() -> None:
     "changes", [{"attn_mask": torch.ones(256, 256, dtype=torch.bool)}, {"dropout_p": 0.5}], ids=["mask", "dropout"]
 )
 def test_what_it_cannot_do_is_left_to_torch(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_fits", lambda *parts: True)
+    monkeypatch.setattr(precision, "_fits", lambda *parts: True)
     torch.compiler.reset()
     codes: list[str] = []
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.fp8 import LEAST_FEATURES, RECIPES, Fp8Linear, compute_in_fp8, scaled
+from drivetrain.core.precision import LEAST_FEATURES, RECIPES, Fp8Linear, compute_in_fp8, scaled
 from drivetrain.core.value import Fp8Recipe as Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

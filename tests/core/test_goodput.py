@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.commands.status import in_words, state_of
+from drivetrain.commands.monitor import in_words, state_of
 from drivetrain.core.goodput import BUCKETS, Account, read_account
 from drivetrain.core.run_folder import read_rows
-from drivetrain.loop.save_schedule import SaveSchedule
-from drivetrain.report.run_data import RunData
-from drivetrain.report.summary import summary
+from drivetrain.loop.rates import SaveSchedule
+from drivetrain.report.run_data import RunData, summary
 from tests.api.jobs import Variant, make_job, run, vector_loss
 from tests.commands.test_train_integration import SCRIPT, diary, wait_for_step
 from tests.launch.jobs import launching

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from drivetrain.core import progress
-from drivetrain.core.progress import StepWatchdog
+from drivetrain.core import launchers
+from drivetrain.core.launchers import StepWatchdog
 
 
 class Faults:
@@ -27,8 +27,8 @@ class Faults:
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     found = Faults()
-    monkeypatch.setattr(progress, "faulthandler", found)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: found.now)
+    monkeypatch.setattr(launchers, "faulthandler", found)
+    monkeypatch.setattr(launchers.time, "monotonic", lambda: found.now)
     monkeypatch.setattr(StepWatchdog, "_watch", lambda self: None)
     return found
 

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler, default_collate
 
-from drivetrain.data import resident_copy
+from drivetrain.data import resident as resident_copy
 from drivetrain.data.division import Division, SampleStream
 from drivetrain.data.feed import NumbersAhead, ResidentFeed, feed_for
 from drivetrain.data.keyed_items import Columns
 from drivetrain.data.loader import Loader
-from drivetrain.data.resident import Resident, Rows
-from drivetrain.data.resident_copy import NotResidentError, identical, make_resident, why_not_resident
+from drivetrain.data.resident import NotResidentError, Resident, Rows, identical, make_resident, why_not_resident
 from drivetrain.data.source import source_of
 from tests.data.shapes import Counting
 from tests.data.test_loader import Broken, Noisy, Numbers, OwnGenerator, SeldomNoisy

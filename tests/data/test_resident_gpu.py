@@ -12,10 +12,9 @@ from drivetrain.data import feed
 from drivetrain.data.division import Division
 from drivetrain.data.feed import feed_for
 from drivetrain.data.loader import Loader
-from drivetrain.data.resident import Resident
-from drivetrain.data.resident_copy import NotResidentError, identical, make_resident
+from drivetrain.data.resident import NotResidentError, Resident, identical, make_resident
 from drivetrain.data.source import source_of
-from drivetrain.run.residency import Residency
+from drivetrain.run.memory import Residency
 from tests.api.jobs import Variant, run
 from tests.api.test_resume import assert_identical
 from tests.data.test_resident import KINDS, Made, assert_same

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from drivetrain import DrivetrainError, StepContext, every
-from drivetrain.core.records import StepRecord
+from drivetrain.core.metrics import StepRecord
 from drivetrain.data.division import SampleStream
 from drivetrain.loop.bad_numbers import RollBackError, Skips, SpikeWatch
-from drivetrain.run.out_of_memory import saved_steps
+from drivetrain.run.recovery import saved_steps
 from drivetrain.strategies.base import BadStepGate
 from tests.api.jobs import Variant, plain_loop, run, vector_loss
 from tests.faults.events import events

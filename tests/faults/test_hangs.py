@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 import drivetrain as dt
-from drivetrain.core.launchers import supervision
-from drivetrain.core.progress import PHASES
+from drivetrain.core.launchers import PHASES, supervision
 from drivetrain.loop.validation import Validator
 from drivetrain.run import CheckpointSaver
-from drivetrain.run.out_of_memory import StepRetry
+from drivetrain.run.recovery import StepRetry
 from drivetrain.strategies import RunningMean
 from tests.api.jobs import Variant, Vectors, read, run
 from tests.launch.jobs import Ended, launch, launching

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drivetrain import DrivetrainError, every
 from drivetrain.api.training import train
 from drivetrain.config import configure
-from drivetrain.run.out_of_memory import find_shortage
+from drivetrain.run.recovery import find_shortage
 from tests.api.jobs import Mlp, Variant, Vectors, make_job, plain_loop, run, vector_loss
 from tests.faults.events import events
 from tests.gloo_pool import GlooPool

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from drivetrain import DrivetrainError
-from drivetrain.core.records import StepRecord
+from drivetrain.core.metrics import StepRecord
 from drivetrain.core.world import World
-from drivetrain.run.replicas import ReplicaCheck, bit_sums
+from drivetrain.run.periodic import ReplicaCheck, bit_sums
 from tests.api.jobs import Variant, run
 from tests.faults.events import events
 from tests.gloo_pool import GlooPool

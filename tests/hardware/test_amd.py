@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from drivetrain.core.value import GIB
-from drivetrain.hardware import DeviceManager, Hardware, Software, cuda_driver
-from drivetrain.hardware.amd import find_amd
+from drivetrain.hardware import DeviceManager, Hardware, Software, gpu_drivers
 from drivetrain.hardware.detection import survey
-from drivetrain.hardware.telemetry import NvmlReader
+from drivetrain.hardware.gpu_drivers import NvmlReader, find_amd
 from drivetrain.plan.rules import choose_settings
 
 ROCM = Software(python="3.12", platform="Linux", torch="2.13.0+rocm7.1", torch_backend="rocm", torch_cuda="7.1")
@@ -111,7 +110,7 @@ def test_apple(tmp_path: Path) -> None:
 def test_without_nvml(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a ROCm build torch calls the GPU `cuda`; what only NVML knows is left out, with the true reason."""
     monkeypatch.setattr(torch.version, "hip", "7.1")
-    monkeypatch.setattr(cuda_driver, "load_nvml", lambda: pytest.fail("NVML was asked about an AMD GPU"))
+    monkeypatch.setattr(gpu_drivers, "load_nvml", lambda: pytest.fail("NVML was asked about an AMD GPU"))
     hardware = look(machine)
     manager = DeviceManager(hardware)
     assert manager.device.type == "cuda"
@@ -120,7 +119,7 @@ def test_without_nvml(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reader.missing == "utilization, temperature and power are read of NVIDIA GPUs only"
     assert reader.read() == {}
     nvml = FakeNvml()
-    assert cuda_driver.read_utilization(hardware.gpus[0], nvml) == (None, None)
+    assert gpu_drivers.read_utilization(hardware.gpus[0], nvml) == (None, None)
     settings = choose_settings(hardware)
     assert settings.precision.value in ("bf16", "fp16")
     assert hardware.gpus[0].architecture in settings.precision.reason

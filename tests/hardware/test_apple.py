@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import drivetrain as dt
-from drivetrain.core import widths
+from drivetrain.core import precision
 from drivetrain.hardware.detection import survey
 from drivetrain.plan.rules import Pins, choose_settings
 from tests.api.jobs import Variant, Vectors, make_job
@@ -81,7 +81,7 @@ def token_loss(model: Any, batch: Any) -> dt.LossSum:
 @pytest.mark.parametrize("kind", ["plain", "parts", "counted", "averaged"])
 def test_a_run_without_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The CPU stands in for the device: every operation of a run is looked at."""
-    monkeypatch.setattr(widths, "WITHOUT_FLOAT64", frozenset({"cpu"}))
+    monkeypatch.setattr(precision, "WITHOUT_FLOAT64", frozenset({"cpu"}))
     changes: dict[str, Any] = {
         "plain": {},
         "parts": {"loss": parts_loss},

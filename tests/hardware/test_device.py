@@ -10,7 +10,7 @@ import torch
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.hardware import DeviceManager, Hardware, Note, assert_on_device, canonical_device
-from drivetrain.hardware.cuda_driver import read_utilization
+from drivetrain.hardware.gpu_drivers import read_utilization
 from tests.hardware_fixtures import load
 
 # ---- canonical devices

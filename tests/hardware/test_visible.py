@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from drivetrain.hardware.cuda_driver import mig_matches, parse, select
+from drivetrain.hardware.gpu_drivers import mig_matches, parse, select
 
 UUIDS = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-8932f9aa-0000-4106-c12f-20bd9faed9f6", "GPU-11111111-0000"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import drivetrain as dt
 from drivetrain.proving import Certificate, Extent, Kind
-from drivetrain.strategies.kinds.ddp import DdpStrategy
+from drivetrain.strategies.ddp import DdpStrategy
 from tests.hf.samples import samples
 from tests.hf.test_export import adapted
 

@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.launch.flight_recorder import DUMP_FILES, dump_environment, reached_by_dump, reached_by_log
-from drivetrain.launch.root_cause import TIMEOUT, Failure, first_cause, waited_for
+from drivetrain.launch.root_cause import (
+    DUMP_FILES,
+    TIMEOUT,
+    Failure,
+    dump_environment,
+    first_cause,
+    reached_by_dump,
+    reached_by_log,
+    waited_for,
+)
 from tests.gloo_pool import GlooPool
 
 

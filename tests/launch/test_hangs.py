@@ -2,7 +2,7 @@
 
 import pytest
 
-from drivetrain.launch.hangs import HangWatch, main_stack, odd_ranks
+from drivetrain.launch.root_cause import HangWatch, main_stack, odd_ranks
 
 PACKAGE = "/site-packages/"
 
@@ -18,11 +18,11 @@ def dump(*frames: str) -> str:
 
 ROOT = ("drivetrain/loop/trainer.py:run", "drivetrain/launch/worker.py:main", "<string>:<module>")
 BACKWARD = dump(
-    "torch/autograd/graph.py:_engine_run_backward", "drivetrain/strategies/kinds/ddp.py:backward",
+    "torch/autograd/graph.py:_engine_run_backward", "drivetrain/strategies/ddp.py:backward",
     "drivetrain/loop/stepper.py:learn", *ROOT,
 )  # fmt: skip
 LOADER = dump("drivetrain/core/faults.py:_wait_for_data", "drivetrain/data/loader.py:batches", *ROOT)
-GIL = dump("drivetrain/core/faults.py:_hold_gil", "drivetrain/run/injection.py:called", *ROOT)
+GIL = dump("drivetrain/core/faults.py:_hold_gil", "drivetrain/run/recovery.py:called", *ROOT)
 BARRIER = dump(
     "torch/distributed/distributed_c10d.py:barrier", "drivetrain/core/world.py:barrier",
     "drivetrain/core/faults.py:at_step", *ROOT,

@@ -12,7 +12,7 @@ import yaml
 
 from drivetrain import ConfigError
 from drivetrain.core.launchers import RESTART_OF_JOBSET, is_restart
-from drivetrain.launch.kubernetes import KubernetesOptions, check, manifests, name_of
+from drivetrain.launch.clusters import KubernetesOptions, check, manifests, name_of
 from tests.commands.test_train_integration import SCRIPT, losses, train_whole, wait_for_step, weights
 from tests.gloo_pool import GlooPool
 from tests.launch.hosts import ADDRESSES, Hosts, two_hosts

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from drivetrain import ConfigError, DrivetrainError
+from drivetrain.launch.clusters import SlurmOptions
 from drivetrain.launch.ray import launch_on_ray
-from drivetrain.launch.slurm import SlurmOptions
 from tests.commands.test_train_integration import SCRIPT, losses, train_whole, wait_for_step, weights
 from tests.gloo_pool import GlooPool
 from tests.launch.hosts import ADDRESSES, Hosts, two_hosts

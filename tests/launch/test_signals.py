@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from drivetrain.checkpoint import Checkpoint
-from drivetrain.core.stopping import StopWish
+from drivetrain.core.processes import StopWish
 from tests.commands.test_train_integration import diary, wait_for_step
 from tests.launch.hosts import two_hosts
 from tests.launch.jobs import Launching, are_gone, environment, launch, script, wait_for, words_of

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from drivetrain.launch.clusters import SlurmOptions, batch_script, inside_slurm
 from drivetrain.launch.layout import LaunchOptions
-from drivetrain.launch.slurm import SlurmOptions, batch_script, inside_slurm
 from tests.launch.jobs import launch, script
 
 INSIDE = {

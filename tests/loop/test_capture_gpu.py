@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from drivetrain import LossSum
+from drivetrain.core.metrics import StepOutcome
 from drivetrain.core.precision import Precision
-from drivetrain.core.records import StepOutcome
 from drivetrain.core.world import World
 from drivetrain.loop import (
     CapturedStep,

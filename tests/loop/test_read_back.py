@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drivetrain.core.records import SKIPPED_IF_BAD, PartLoss, PartTotals, StepOutcome, StepRecord
+from drivetrain.core.metrics import SKIPPED_IF_BAD, PartLoss, PartTotals, StepOutcome, StepRecord
 from drivetrain.loop.read_back import DeviceResultTable, Reading
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import pytest
 
 import drivetrain as dt
 from drivetrain.config import configure
-from drivetrain.core.records import StepRecord
-from drivetrain.core.stopping import request_stop
+from drivetrain.core.metrics import StepRecord
+from drivetrain.core.processes import request_stop
 from drivetrain.monitor.console import LEAST_BAR, RunConsole, bar_words
 from tests.api.jobs import Variant, make_job, vector_loss
 

@@ -18,7 +18,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.hardware import Rate
 from drivetrain.monitor import sampler
 from drivetrain.monitor.doctor import Checkups
-from drivetrain.monitor.profiler import FlopCount, count_apart, peak_rate
+from drivetrain.monitor.phases import FlopCount, count_apart, peak_rate
 from drivetrain.monitor.recorder import RunPlan, RunRecorder
 from tests.api.jobs import Variant, make_job, run, vector_loss
 from tests.gloo_pool import GlooPool
@@ -259,7 +259,7 @@ def test_counting_apart_survives_what_fails() -> None:
 
 
 def test_a_formula_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from drivetrain.plan import simulate
+    from drivetrain.plan import fitting as simulate
 
     monkeypatch.setattr(simulate, "flop_registry", {torch.ops.aten.mm: lambda *_, **__: 1 / 0})
     with FlopCount() as count:

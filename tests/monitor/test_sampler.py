@@ -15,7 +15,7 @@ import torch
 from drivetrain.core.run_folder import JsonLines
 from drivetrain.core.value import GIB
 from drivetrain.hardware import Gpu
-from drivetrain.hardware.telemetry import NvmlReader
+from drivetrain.hardware.gpu_drivers import NvmlReader
 from drivetrain.monitor.sampler import Sampler, torch_memory
 from tests.api.jobs import Variant, run
 from tests.hardware.fake_nvml import FakeGpu, FakeNvml, gpus

@@ -20,11 +20,9 @@ from drivetrain.config import configure
 from drivetrain.core import plugins
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.run_folder import read_rows
-from drivetrain.monitor import recorder
-from drivetrain.monitor.media import keep_media
-from drivetrain.monitor.trackers import csv as csv_tracker
-from drivetrain.monitor.trackers import tensorboard, wandb
-from drivetrain.monitor.tracking import BackgroundTracker, Tracker, TrackerStart, start_trackers
+from drivetrain.monitor import recorder, tracking
+from drivetrain.monitor import tracking as csv_tracker
+from drivetrain.monitor.tracking import BackgroundTracker, Tracker, TrackerStart, keep_media, start_trackers
 from tests.api.jobs import Variant, Vectors, run
 from tests.api.jobs import make_job as make_plain_job
 from tests.api.test_loss_parts import loss_of_means, make_data, make_job
@@ -135,7 +133,7 @@ def test_one_that_fails_is_closed_and_fails_again_unheard() -> None:
 
 def plant(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Tracker]) -> None:
     """Instead of TensorBoard."""
-    monkeypatch.setattr(tensorboard, "prepare", lambda start: make)
+    monkeypatch.setattr(tracking, "prepare_tensorboard", lambda start: make)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +198,7 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     # A process of wandb's own has to start, which takes long on a busy machine.
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "120")
-    monkeypatch.setattr(wandb, "START_SECONDS", 120.0)
+    monkeypatch.setattr(tracking, "START_SECONDS", 120.0)
     monkeypatch.setattr(BackgroundTracker, "PATIENCE_SECONDS", 240.0)
     settings = {"trackers": ["tensorboard", "wandb"], "log_every": 2, "monitor_gpu": False}
     job = make_job(name="suite", valid=make_data(16, seed=5), hooks=[dt.every(2, show)])
@@ -432,7 +430,7 @@ def test_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def missing(*_: Any) -> Any:
         raise ModuleNotFoundError("No module named 'wandb'")
 
-    monkeypatch.setattr(wandb, "prepare", missing)
+    monkeypatch.setattr(tracking, "prepare_wandb", missing)
     told: list[str] = []
     assert start_trackers(("wandb",), TrackerStart(tmp_path, "name", {}, 0, told.append)) == []
     assert "pip install 'drivetrain[wandb]'" in told[0]
@@ -484,7 +482,7 @@ def test_a_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_function_stands_for_its_name() -> None:
-    assert configure(trackers=[tensorboard.prepare, "wandb"]).watch.trackers == ("tensorboard", "wandb")
+    assert configure(trackers=[tracking.prepare_tensorboard, "wandb"]).watch.trackers == ("tensorboard", "wandb")
     assert configure(trackers=own_prepare).watch.trackers == (f"{__name__}:own_prepare",)
     with pytest.raises(ConfigError, match="no module has this tracker at its top level"):
         configure(trackers=lambda start: None)

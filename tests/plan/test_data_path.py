@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.plan.data_path import DataFigures, DataPath, choose_data_path, workers_worth
+from drivetrain.plan.rules import DataFigures, DataPath, choose_data_path, workers_worth
 
 GIB = 1024**3
 MS = 1e-3

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from drivetrain.config import configure
 from drivetrain.data.division import Division
-from drivetrain.plan.data_path import DataPath
+from drivetrain.plan.rules import DataPath
 from drivetrain.planning.probe import measure_data, measured_data_path
 from drivetrain.run import Session
 from drivetrain.run.assemble import make_loader

@@ -8,16 +8,17 @@ from torch import nn
 
 from drivetrain.core.precision import Precision
 from drivetrain.plan.fitting import (
+    Held,
     MemoryLayout,
     Needs,
     by_group,
     does_not_fit,
     first_that_fits,
     layouts,
+    simulate,
     ways_out,
 )
-from drivetrain.plan.memory import FRAGMENTATION, MemoryModel
-from drivetrain.plan.simulate import Held, simulate
+from drivetrain.plan.forecast import FRAGMENTATION, MemoryModel
 
 GB = 10**9
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from drivetrain.plan.memory import (
+from drivetrain.plan.forecast import (
     FRAGMENTATION,
     MOST_SIZES,
     MemoryModel,

@@ -13,8 +13,8 @@ from drivetrain import DrivetrainError, Job
 from drivetrain.api.measuring import plan
 from drivetrain.config import configure
 from drivetrain.core.precision import Precision
-from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure
-from drivetrain.plan.simulate import count_held, forecast_held, simulate
+from drivetrain.plan.fitting import count_held, forecast_held, simulate
+from drivetrain.plan.forecast import MemoryModel, Peak, next_size_to_measure
 from drivetrain.recipes.gpt import CONTEXT, VOCABULARY, SmallGpt
 from drivetrain.run.memory import peak_meter
 

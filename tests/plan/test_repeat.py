@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from drivetrain.plan.knobs import StepWay
-from drivetrain.plan.repeat import Bits, Repeatability, RepeatTrial, find_repeatable
+from drivetrain.plan.tune import Bits, Repeatability, RepeatTrial, find_repeatable
 
 FAST = StepWay(micro_batch=8, precision="bf16", compile_mode="default")
 

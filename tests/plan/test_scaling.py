@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from drivetrain.plan.scaling import BUCKET_BYTES, Interconnect, Pace, StepCost, StepWork, scaling, step_time
+from drivetrain.plan.forecast import BUCKET_BYTES, Interconnect, Pace, StepCost, StepWork, scaling, step_time
 
 
 def ring_seconds(num_bytes: float, num_devices: int, rate: float, hop: float) -> float:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain.core.metrics import LossSum
 from drivetrain.core.precision import Precision
-from drivetrain.plan.simulate import Held, count_held, forecast_held, simulate, without_memory
+from drivetrain.plan.fitting import Held, count_held, forecast_held, simulate, without_memory
 from drivetrain.recipes.gpt import SmallGpt
 from drivetrain.run.memory import ResidentPeakMeter, peak_meter
 from drivetrain.strategies.layers import recompute

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain.plan.forecast import FRAGMENTATION, MemoryModel, Peak
 from drivetrain.plan.knobs import Others, StepWay
-from drivetrain.plan.memory import FRAGMENTATION, MemoryModel, Peak
 from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tuned, UnusableError, tune
 
 

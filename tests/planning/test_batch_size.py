@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from drivetrain import Job, configure, export, train
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.plan.tune import Measurement
-from drivetrain.planning import batch_size
-from drivetrain.planning.batch_size import search_batch_size
+from drivetrain.planning import trials
+from drivetrain.planning.trials import search_batch_size
 from drivetrain.run import Session
 from drivetrain.run.model_factory import build_model
 
@@ -48,7 +48,7 @@ def found_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: dict[in
             return Measurement(problem="out of memory", out_of_memory=True)
         return Measurement(sample_seconds=seconds[size])
 
-    monkeypatch.setattr(batch_size, "_measured", measured)
+    monkeypatch.setattr(trials, "_measured", measured)
     setup = Session.join(job(global_batch=64), config(tmp_path), quiet=True)
     try:
         return search_batch_size(setup, build_model(setup), 0.8, **search), asked
@@ -107,7 +107,7 @@ def test_flags_say_how_many_samples_a_step_has(tmp_path: Path) -> None:
 
 def test_where_nobody_says_it_is_found_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        batch_size, "_measured", lambda *_, **__: Measurement(sample_seconds=1.0)
+        trials, "_measured", lambda *_, **__: Measurement(sample_seconds=1.0)
     )  # all alike: the smallest
     given = {"auto_batch_size": True, "max_steps": 3}
     first = train(job(), config(tmp_path, **given), quiet=True)

@@ -17,8 +17,8 @@ from drivetrain.cli import main
 from drivetrain.config import configure
 from drivetrain.core.precision import Precision
 from drivetrain.hardware.catalogue import machine_named, machine_of_memory
+from drivetrain.plan.fitting import Simulated, simulate
 from drivetrain.plan.plan import Plan
-from drivetrain.plan.simulate import Simulated, simulate
 from drivetrain.planning.other_machine import EXPECTED, MeasuredStep, plan_elsewhere
 from drivetrain.run import memory
 from drivetrain.run.memory import needs_of

@@ -20,7 +20,7 @@ from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.world import World
 from drivetrain.plan.knobs import StepWay
-from drivetrain.plan.repeat import Repeatability, RepeatTrial
+from drivetrain.plan.tune import Repeatability, RepeatTrial
 from drivetrain.planning import planner, repeat
 from drivetrain.planning.repeat import FirstSteps, _digest
 from drivetrain.run import CHECKPOINTS, Session

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from drivetrain import Job
 from drivetrain.api.training import train
 from drivetrain.config import configure
-from drivetrain.core import attention
+from drivetrain.core import precision
 from drivetrain.planning import planner
 from tests.planning.test_repeat import plan_of
 
@@ -93,7 +93,7 @@ def test_compiled_attention_repeats_by_flex_attention(tmp_path: Path, monkeypatc
 
     one, two = found("one"), found("two")
     assert one == two
-    monkeypatch.setattr(attention, "_fits", lambda *parts: False)
+    monkeypatch.setattr(precision, "_fits", lambda *parts: False)
     of_torch = found("of torch")
     assert of_torch[0] != one[0], "flex attention was not called before"
     assert of_torch[0] == pytest.approx(one[0], rel=2e-2)

@@ -240,7 +240,7 @@ def test_the_right_loop_raises_no_alarm(job: Any) -> None:
 
 @pytest.mark.soak
 def test_a_tutorial_loop_takes_means_of_means() -> None:
-    from drivetrain.proving.adapters.plain import plain_subject
+    from drivetrain.proving.adapters import plain_subject
 
     first = prove_subject(parts_job(), plain_subject(), MICRO).verdicts[0]
     assert (first.kind, first.whose) == (Kind.MEAN_OF_MEANS, "trainer"), str(first)

@@ -17,7 +17,7 @@ from drivetrain.loop.stepper import Stepper
 from drivetrain.proving import Case, Certificate, Extent, Kind, Subject, prove_subject
 from drivetrain.proving.adapters import plain_subject
 from drivetrain.strategies.base import StrategyParts
-from drivetrain.strategies.kinds.ddp import DdpStrategy
+from drivetrain.strategies.ddp import DdpStrategy
 from drivetrain.strategies.turns import TurnsStrategy
 from tests.api.test_several_optimizers import Gan, adam, loss_d, noisy_loss_g, samples
 from tests.proving.jobs import vector_job, vectors

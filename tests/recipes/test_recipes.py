@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from drivetrain.cli import main
-from drivetrain.commands.train import FOR_RECIPES
+from drivetrain.commands.training import FOR_RECIPES
 from drivetrain.config import configure
 from drivetrain.core.plugins import RECIPES, recipe_summary
 from drivetrain.recipes import Recipe, digits

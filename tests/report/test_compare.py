@@ -10,7 +10,7 @@ import pytest
 from drivetrain.cli import main
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.report.compare import compare
-from drivetrain.report.compare_page import comparison_page
+from drivetrain.report.page import comparison_page
 from tests.report.test_page import CHROMIUM, HOSTILE, drawn, figures_of, in_browser
 
 NUM_STEPS, BATCH = 40, 8

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from drivetrain.report import RunData, picture, write_report
-from drivetrain.report.experts import draw_activations, draw_devices, draw_lifecycle
+from drivetrain.report.picture import draw_activations, draw_devices, draw_lifecycle
 from tests.report.test_report import pixels
 
 

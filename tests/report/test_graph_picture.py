@@ -25,8 +25,8 @@ from drivetrain.report.graph_picture import (
 from drivetrain.report.run_data import RunData
 from tests.api.jobs import Variant
 from tests.moe.jobs import Mixture, run_mixture
-from tests.moe.knowledge.test_graph import deeds, told
-from tests.moe.lifecycle.test_lifecycle import RULES
+from tests.moe.test_graph import deeds, told
+from tests.moe.test_lifecycle import RULES
 from tests.report.test_report import pixels
 
 

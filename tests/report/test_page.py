@@ -19,9 +19,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.core.logged import Histogram, Text
+from drivetrain.core.metrics import Histogram, Text
 from drivetrain.moe import KnowledgeGraph
-from drivetrain.monitor.media import keep_media
+from drivetrain.monitor.tracking import keep_media
 from drivetrain.report import RunData, summary
 from drivetrain.report.charts import charts, thinned
 from drivetrain.report.page import ASSETS, page

@@ -1,6 +1,7 @@
 """A continued run whose code or data has changed: reported by name, refused with --strict, and never by mistake."""
 
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.run.changes import Fingerprint
+from drivetrain.core import code_fingerprint
+from drivetrain.run.refusals import Fingerprint
 from tests import warm_python
 from tests.api.jobs import Variant, make_job
 
@@ -189,3 +191,10 @@ def test_from_start_to_finish(tmp_path: Path) -> None:
     assert run(tmp_path, "\n\n" + SCRIPT, "stop", "elsewhere/other.py", "77").stdout.strip() in ("planted", "")
     assert changes(tmp_path) == []
     assert (tmp_path / "runs" / "job" / "fingerprint.json").read_text() == before
+
+
+@pytest.mark.parametrize(("now", "recorded"), code_fingerprint._RECORDED_AS.items())
+def test_a_function_of_ours_that_moved_is_no_change(now: str, recorded: str) -> None:
+    module, _, name = now.rpartition(".")
+    function = getattr(importlib.import_module(module), name)
+    assert "".join(code_fingerprint._Walk().value(function, 0)) == f"{recorded};"

@@ -7,7 +7,7 @@ import torch
 
 from drivetrain.config import configure
 from drivetrain.core.launchers import ProcessPlace, find_place
-from drivetrain.run.command_context import obey_launcher, unused_gpus
+from drivetrain.run.session import obey_launcher, unused_gpus
 
 
 def accelerate(**told: str) -> ProcessPlace:

@@ -9,8 +9,8 @@ import torch
 
 from drivetrain.core.world import World
 from drivetrain.data.division import SampleStream
-from drivetrain.run import grad_norm
-from drivetrain.run.grad_norm import FIRST, LAST, MOST_SHARE, NormCadence, round_up
+from drivetrain.run import periodic
+from drivetrain.run.periodic import FIRST, LAST, MOST_OF_NORMS, NormCadence, round_up
 from drivetrain.strategies import StrategyParts
 from tests.api.jobs import Variant, Vectors, make_model, run, vector_loss
 from tests.gloo_pool import GlooPool
@@ -65,7 +65,7 @@ def test_the_norm_of_sparse_gradients() -> None:
 
 
 def cadence(monkeypatch: pytest.MonkeyPatch, norm: float, told: list[Any]) -> tuple[NormCadence, StrategyParts]:
-    monkeypatch.setattr(grad_norm, "norm_seconds", lambda *_, **__: norm)
+    monkeypatch.setattr(periodic, "norm_seconds", lambda *_, **__: norm)
     model = torch.nn.Linear(2, 2)
     parts = StrategyParts(model, vector_loss, torch.optim.SGD(model.parameters(), lr=0.1))
     return NormCadence(parts, World(), 5, lambda words, facts: told.append((words, facts)), shares=False), parts
@@ -76,13 +76,13 @@ def test_it_costs_at_most_a_hundredth(monkeypatch: pytest.MonkeyPatch, norm: flo
     told: list[Any] = []
     found, parts = cadence(monkeypatch, norm, told)
     now = 0.0
-    monkeypatch.setattr(grad_norm.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(periodic.time, "perf_counter", lambda: now)
     for step in range(5, 5 + LAST + 1):
         is_over = found.begin(step)
         assert parts.norms.is_due or step == 5 + LAST, "until it is decided, each step has its norm"
         now += 0.01 + norm
     assert found.every == every
-    assert norm / every <= MOST_SHARE * 0.0101
+    assert norm / every <= MOST_OF_NORMS * 0.0101
     assert is_over == (every == 1)
     ((words, facts),) = told
     assert facts["every"] == every
@@ -98,13 +98,13 @@ def test_it_costs_at_most_a_hundredth(monkeypatch: pytest.MonkeyPatch, norm: flo
 
 def test_a_captured_step_is_decided_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    for step_seconds, every in ((None, grad_norm.EVERY_CAPTURED), (1.0, 1), (1e-3, grad_norm.EVERY_CAPTURED)):
+    for step_seconds, every in ((None, periodic.EVERY_CAPTURED), (1.0, 1), (1e-3, periodic.EVERY_CAPTURED)):
         found, parts = cadence(monkeypatch, 1e-4, told)
         found.settle_captured(step_seconds)
         assert found.every == every
         assert found.begin(5) == (every == 1)
         assert parts.norms.is_due == (every == 1)
-        found.begin(grad_norm.EVERY_CAPTURED - 1)
+        found.begin(periodic.EVERY_CAPTURED - 1)
         assert parts.norms.is_due
         assert parts.norms.is_apart == (every > 1)
 

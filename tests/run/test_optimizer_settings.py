@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler as torchs
 
 import drivetrain as dt
 from drivetrain.core.errors import ConfigError, DrivetrainError
-from drivetrain.run.optimizer_settings import with_optimizer_settings
+from drivetrain.run.job_settings import with_optimizer_settings
 from tests.api.test_schedules import job_of, loss_of, model_of, rows, two_groups
 
 

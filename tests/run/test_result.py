@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import drivetrain as dt
-from drivetrain.report.run_data import RunData
-from drivetrain.report.summary import summary
+from drivetrain.report.run_data import RunData, summary
 from drivetrain.run import Best
 from tests.api.jobs import Mlp, Variant, Vectors, make_job
 from tests.gloo_pool import GlooPool

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import drivetrain as dt
-from drivetrain.commands.status import in_words, state_of
+from drivetrain.commands.monitor import in_words, state_of
 from drivetrain.report import write_report
 from tests.api.jobs import Variant, Vectors, make_job
 from tests.checkpoint.test_malice import seal

@@ -9,13 +9,12 @@ import pytest
 import yaml
 
 import drivetrain as dt
-from drivetrain.commands.status import StatusOptions
-from drivetrain.commands.status import run as status
+from drivetrain.commands.monitor import StatusOptions
+from drivetrain.commands.monitor import run_status as status
 from drivetrain.config import Resolved
-from drivetrain.core.safe_text import HIDDEN, is_secret, printable, redacted, redacted_words
+from drivetrain.core.log import HIDDEN, is_secret, printable, redacted, redacted_words
 from drivetrain.launch.root_cause import EXCEPTION, Failure, as_json
-from drivetrain.report.run_data import RunData
-from drivetrain.report.summary import summary
+from drivetrain.report.run_data import RunData, summary
 from tests.api.jobs import Variant, make_job
 from tests.launch.jobs import launch, script
 

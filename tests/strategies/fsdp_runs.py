@@ -20,12 +20,12 @@ from drivetrain.config import configure
 from drivetrain.core.hook import StepContext
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.world import World
+from drivetrain.plan.fitting import num_bytes
 from drivetrain.plan.knobs import StepWay
-from drivetrain.plan.simulate import num_bytes
 from drivetrain.plan.tune import Measurement
 from drivetrain.planning import planner
 from drivetrain.planning.planner import make_plan
-from drivetrain.planning.sharded_probe import ShardedProbe
+from drivetrain.planning.trials import ShardedProbe
 from drivetrain.run.model_factory import build_model
 from drivetrain.run.session import Session
 from drivetrain.strategies import Average, FsdpStrategy, ShardOptions, SingleStrategy, StrategyParts, Trial

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 import drivetrain as dt
 from drivetrain.core.errors import ConfigError
 from drivetrain.moe import MixtureOfExperts
-from drivetrain.monitor.profiler import FlopCount
-from drivetrain.plan.simulate import _Live
+from drivetrain.monitor.phases import FlopCount
+from drivetrain.plan.fitting import _Live
 from drivetrain.proving.loss import KeyedDraws
 from drivetrain.run.loss_probe import ReplayedDraws
 from drivetrain.strategies.compiling import (

@@ -22,7 +22,7 @@ from drivetrain.core.world import World
 from drivetrain.run import Session
 from drivetrain.run.job_settings import refuse_strategy
 from drivetrain.strategies import DataParallelStrategy, StrategyParts, Trial
-from drivetrain.strategies.kinds.data_parallel import part_of
+from drivetrain.strategies.single import part_of
 from tests.api import test_loss_parts as loss_parts
 from tests.api.jobs import Trained, Variant, make_job, make_model, plain_loop, run
 from tests.api.test_equivalence import difference

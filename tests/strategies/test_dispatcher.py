@@ -15,12 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.core.world import World
-from drivetrain.moe.layer.dispatch import LocalDispatcher, Spread, copied, summed
-from drivetrain.moe.layer.experts import Experts
-from drivetrain.moe.layer.placement import slots_of
-from drivetrain.moe.layer.router import Routing
-from drivetrain.strategies import dispatcher
-from drivetrain.strategies.dispatcher import (
+from drivetrain.moe.dispatch import LocalDispatcher, Spread, copied, summed
+from drivetrain.moe.experts import Experts, Routing, slots_of
+from drivetrain.strategies import shared_experts
+from drivetrain.strategies.shared_experts import (
     ExchangeDispatcher,
     arriving_rows,
     homes_of,
@@ -97,13 +95,13 @@ def ran(
 def watched() -> Iterator[list[tuple[int, int]]]:
     """(width, number) of the rows of every exchange that a rank sends, to itself too."""
     seen: list[tuple[int, int]] = []
-    real = dispatcher._exchanged
+    real = shared_experts._exchanged
 
     def seeing(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
         seen.append((rows.shape[1], sum(sent)))
         return real(rows, sent, received, group)
 
-    with mock.patch.object(dispatcher, "_exchanged", seeing):
+    with mock.patch.object(shared_experts, "_exchanged", seeing):
         yield seen
 
 

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.core.world import World
-from drivetrain.moe.layer.dispatch import LocalDispatcher
-from drivetrain.moe.layer.experts import Experts
-from drivetrain.moe.layer.router import Routing
-from drivetrain.strategies.dispatcher import ExchangeDispatcher
+from drivetrain.moe.dispatch import LocalDispatcher
+from drivetrain.moe.experts import Experts, Routing
+from drivetrain.strategies.shared_experts import ExchangeDispatcher
 from tests.gloo_pool import GlooPool
 from tests.strategies.test_dispatcher import CASES, check, dispatch, many
 

@@ -15,10 +15,9 @@ from drivetrain.checkpoint import CheckpointError
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.world import World
 from drivetrain.moe import Balance, MixtureOfExperts
-from drivetrain.moe.layer.placement import costs_of, free_slot, place
+from drivetrain.moe.experts import costs_of, free_slot, place
 from drivetrain.strategies import ExpertParallelStrategy, StrategyParts, Trial
-from drivetrain.strategies.dispatcher import _Exchange
-from drivetrain.strategies.shared_experts import SharedExperts
+from drivetrain.strategies.shared_experts import SharedExperts, _Exchange
 from tests.api.jobs import Trained, Variant, Vectors, run
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, MixtureModel, mixture_loss, run_mixture

@@ -21,7 +21,7 @@ from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.state import local_part
 from drivetrain.core.world import World
 from drivetrain.moe import Balance, MixtureOfExperts, Slots, mixtures_in
-from drivetrain.plan.simulate import num_bytes
+from drivetrain.plan.fitting import num_bytes
 from drivetrain.strategies import (
     Average,
     DdpStrategy,
@@ -39,8 +39,8 @@ from drivetrain.strategies.sharding import ROOT, build, forecast_local, layout_o
 from tests.api.jobs import Trained, Variant, Vectors, make_job, read, run
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, MixtureModel, mixture_loss, run_mixture
-from tests.moe.lifecycle.test_lifecycle import Planned, by_number
-from tests.moe.lifecycle.test_sleep import NIGHTS, Sleep
+from tests.moe.test_lifecycle import Planned, by_number
+from tests.moe.test_sleep import NIGHTS, Sleep
 from tests.strategies.test_expert_parallel import EXPERT_PARALLEL, STEPS, distances, sgd
 
 SHARDED = {**EXPERT_PARALLEL, "expert_rest": "fsdp"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
-from drivetrain.strategies.kinds.deepspeed import SPEC
+from drivetrain.strategies.deepspeed import SPEC
 from drivetrain.strategies.spec import refuse_without_package
 from drivetrain.strategies.zero import (
     Zero,

@@ -16,18 +16,11 @@ from torch import nn
 
 from drivetrain.hardware import Precision
 from drivetrain.verify.probe import ProbeSetup, failed
-from drivetrain.verify.probes import (
-    compilation,
-    copies,
-    loader,
-    matmul,
-    mixed_precision,
-    placement,
-    storage,
-    timing,
-    training,
-    utilization,
-)
+from drivetrain.verify.probes import rates, storage, training
+from drivetrain.verify.probes import storage as loader
+from drivetrain.verify.probes import training as compilation
+from drivetrain.verify.probes import training as mixed_precision
+from drivetrain.verify.probes import training as placement
 from tests.verify.machines import gpu, machine
 
 CPU = torch.device("cpu")
@@ -50,54 +43,54 @@ def make_setup(tmp_path: Path, *, num_gpus: int = 0, run_folder: Path | None = N
 class TestMatmul:
     @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
     def test_a_right_product_is_within_its_bound(self, precision: Precision) -> None:
-        product = matmul.measure_product(precision, CPU, budget_seconds=0.02)
+        product = rates.measure_product(precision, CPU, budget_seconds=0.02)
         assert product.tflops > 0
-        assert matmul.judge_error(precision, product) is None
+        assert rates.judge_error(precision, product) is None
         # The bound is not so wide that it says nothing: the error is within a factor of 100.
-        assert product.error > matmul.error_bound(precision, product.size) / 100
+        assert product.error > rates.error_bound(precision, product.size) / 100
 
     def test_the_rate_is_operations_over_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(matmul, "seconds_per_call", lambda *args, **kwargs: 1e-3)
-        product = matmul.measure_product("fp32", CPU, budget_seconds=1e-3)
+        monkeypatch.setattr(rates, "seconds_per_call", lambda *args, **kwargs: 1e-3)
+        product = rates.measure_product("fp32", CPU, budget_seconds=1e-3)
         assert product.size == 64
         assert product.tflops == pytest.approx(2 * 64**3 / 1e-3 / 1e12)
 
     def test_sizes_grow_with_the_budget_and_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(matmul, "seconds_per_call", lambda *args, **kwargs: 1e-9)
-        assert matmul.measure_product("fp32", CPU, budget_seconds=1).size == matmul.LARGEST_ON_CPU
+        monkeypatch.setattr(rates, "seconds_per_call", lambda *args, **kwargs: 1e-9)
+        assert rates.measure_product("fp32", CPU, budget_seconds=1).size == rates.LARGEST_ON_CPU
 
     @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
     def test_a_wrong_product_is_noticed(self, precision: Precision) -> None:
-        left, right = matmul._operands(256, precision, CPU)
+        left, right = rates._operands(256, precision, CPU)
         wrong = (left.float() @ right.float()).to(left.dtype)
         wrong[3, 5] += 40  # one element of 65,536, by less than three standard deviations
-        error = matmul.relative_error(wrong, left, right)
-        failure = matmul.judge_error(precision, matmul.Product(256, 1.0, error))
+        error = rates.relative_error(wrong, left, right)
+        failure = rates.judge_error(precision, rates.Product(256, 1.0, error))
         assert failure is not None
         assert failure.status == "failed"
 
     def test_not_a_number_is_noticed(self) -> None:
-        failure = matmul.judge_error("bf16", matmul.Product(256, 1.0, math.nan))
+        failure = rates.judge_error("bf16", rates.Product(256, 1.0, math.nan))
         assert failure is not None
 
     def test_fp32_that_is_tf32_is_called_so(self) -> None:
-        left, right = matmul._operands(512, "fp32", CPU)
+        left, right = rates._operands(512, "fp32", CPU)
         # What the hardware does: both inputs to 11 bits, sums in fp32.
         as_tf32 = _to_tf32(left) @ _to_tf32(right)
-        error = matmul.relative_error(as_tf32, left, right)
-        failure = matmul.judge_error("fp32", matmul.Product(512, 1.0, error))
+        error = rates.relative_error(as_tf32, left, right)
+        failure = rates.judge_error("fp32", rates.Product(512, 1.0, error))
         assert failure is not None
         assert "as tf32 has" in failure.detail
         assert "unset" in failure.remedy
-        assert matmul.judge_error("tf32", matmul.Product(512, 1.0, error)) is None
+        assert rates.judge_error("tf32", rates.Product(512, 1.0, error)) is None
 
     def test_tf32_that_is_fp32_is_called_so(self) -> None:
-        failure = matmul.judge_error("tf32", matmul.Product(512, 1.0, 3e-7))
+        failure = rates.judge_error("tf32", rates.Product(512, 1.0, 3e-7))
         assert failure is not None
         assert "not used" in failure.detail
 
     def test_a_cpu_has_no_tf32(self, tmp_path: Path) -> None:
-        outcome = matmul.tf32(make_setup(tmp_path))
+        outcome = rates.tf32(make_setup(tmp_path))
         assert outcome.status == "not applicable"
         assert "no GPU" in outcome.detail
 
@@ -105,20 +98,18 @@ class TestMatmul:
         setup = make_setup(tmp_path, num_gpus=1)
         old = gpu(0, "NVIDIA GTX 1080", ("fp32", "fp16"))
         setup = setup.model_copy(update={"hardware": setup.hardware.model_copy(update={"gpus": (old,)})})
-        outcome = matmul.bf16(setup)
+        outcome = rates.bf16(setup)
         assert (outcome.status, outcome.detail) == ("not applicable", "NVIDIA GTX 1080 has no bf16 hardware")
 
     def test_the_rates_are_the_cpus(self, tmp_path: Path) -> None:
-        outcome = matmul.fp32(make_setup(tmp_path))
+        outcome = rates.fp32(make_setup(tmp_path))
         (rate,) = outcome.rates
         assert (rate.of, rate.quantity, rate.precision, rate.unit) == ("cpu", "matmul", "fp32", "TFLOP/s")
 
     def test_a_slow_gpu_among_equals_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         measured = iter([100.0, 98.0, 80.0, 99.0])
-        monkeypatch.setattr(
-            matmul, "measure_product", lambda *args, **kwargs: matmul.Product(8192, next(measured), 1e-3)
-        )
-        outcome = matmul.bf16(make_setup(tmp_path, num_gpus=4))
+        monkeypatch.setattr(rates, "measure_product", lambda *args, **kwargs: rates.Product(8192, next(measured), 1e-3))
+        outcome = rates.bf16(make_setup(tmp_path, num_gpus=4))
         assert outcome.status == "failed"
         assert outcome.detail == "GPU 2 (NVIDIA H200, GPU-2) is 19 % below the median of its kind"
         assert outcome.figure.startswith("80-100 TFLOP/s")
@@ -133,23 +124,23 @@ def _to_tf32(tensor: torch.Tensor) -> torch.Tensor:
 class TestTiming:
     def test_gpus_of_different_models_are_not_compared(self) -> None:
         gpus = [gpu(0, "NVIDIA RTX 3090"), gpu(1, "NVIDIA GTX 1080")]
-        assert timing.slow_gpus(gpus, [70.0, 9.0]) == []
+        assert rates.slow_gpus(gpus, [70.0, 9.0]) == []
 
     def test_fourteen_percent_are_no_failure(self) -> None:
         gpus = [gpu(0), gpu(1), gpu(2)]
-        assert timing.slow_gpus(gpus, [100.0, 100.0, 86.0]) == []
-        assert len(timing.slow_gpus(gpus, [100.0, 100.0, 84.0])) == 1
+        assert rates.slow_gpus(gpus, [100.0, 100.0, 86.0]) == []
+        assert len(rates.slow_gpus(gpus, [100.0, 100.0, 84.0])) == 1
 
     @pytest.mark.parametrize(
         ("values", "text"),
         [([802.4], "802 X"), ([0.0713], "0.0713 X"), ([4301.0, 4350.0], "4,301-4,350 X"), ([1.401, 1.402], "1.4 X")],
     )
     def test_figures(self, values: list[float], text: str) -> None:
-        assert timing.span(values, "X") == text
+        assert rates.span(values, "X") == text
 
     def test_small_rates_have_a_smaller_unit(self) -> None:
-        assert timing.flops_span([0.0713]) == "71.3 GFLOP/s"
-        assert timing.flops_span([802.0]) == "802 TFLOP/s"
+        assert rates.flops_span([0.0713]) == "71.3 GFLOP/s"
+        assert rates.flops_span([802.0]) == "802 TFLOP/s"
 
     def test_the_time_of_a_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = 5.0
@@ -158,8 +149,8 @@ class TestTiming:
             nonlocal now
             now += 0.02
 
-        monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
-        assert timing.seconds_per_call(work, CPU, budget_seconds=0.1) == pytest.approx(0.02)
+        monkeypatch.setattr(rates.time, "perf_counter", lambda: now)
+        assert rates.seconds_per_call(work, CPU, budget_seconds=0.1) == pytest.approx(0.02)
 
     def test_slow_work_is_not_repeated_for_long(self) -> None:
         calls = []
@@ -168,24 +159,24 @@ class TestTiming:
             calls.append(1)
             time.sleep(0.05)
 
-        timing.seconds_per_call(work, CPU, budget_seconds=0.01)
+        rates.seconds_per_call(work, CPU, budget_seconds=0.01)
         assert len(calls) == 4
 
 
 class TestPlacement:
     def test_on_a_cpu(self, tmp_path: Path) -> None:
-        assert placement.probe(make_setup(tmp_path)).status == "passed"
+        assert placement.placement(make_setup(tmp_path)).status == "passed"
 
     def test_a_check_that_sees_nothing_is_noticed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(placement, "assert_on_device", lambda *args, **kwargs: None)
-        outcome = placement.probe(make_setup(tmp_path))
+        outcome = placement.placement(make_setup(tmp_path))
         assert outcome.status == "failed"
         assert "was not noticed" in outcome.detail
 
 
 class TestMixedPrecision:
     def test_on_a_cpu(self, tmp_path: Path) -> None:
-        assert mixed_precision.probe(make_setup(tmp_path)).status == "passed"
+        assert mixed_precision.mixed_precision(make_setup(tmp_path)).status == "passed"
 
     def test_an_optimizer_that_does_not_move(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
@@ -212,7 +203,7 @@ class TestCompilation:
 
     def test_no_compiler(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda name: None)
-        outcome = compilation.probe(make_setup(tmp_path))
+        outcome = compilation.compilation(make_setup(tmp_path))
         assert outcome.status == "failed"
         assert outcome.remedy == "apt-get install g++"
 
@@ -254,31 +245,31 @@ class TestCompilation:
 
 class TestCopies:
     def test_no_gpu(self, tmp_path: Path) -> None:
-        outcome = copies.host_and_device(make_setup(tmp_path))
+        outcome = rates.host_and_device(make_setup(tmp_path))
         assert outcome.status == "not applicable"
         assert "no GPU" in outcome.detail
 
     def test_memory_counts_both_ways(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(copies, "seconds_per_call", lambda *args, **kwargs: 1.0)
-        assert copies.measure_memory(CPU, num_bytes=1000, budget_seconds=1) == pytest.approx(2 * 1000 / 1e9)
+        monkeypatch.setattr(rates, "seconds_per_call", lambda *args, **kwargs: 1.0)
+        assert rates.measure_memory(CPU, num_bytes=1000, budget_seconds=1) == pytest.approx(2 * 1000 / 1e9)
 
     def test_the_rate_is_the_cpus(self, tmp_path: Path) -> None:
-        outcome = copies.within_memory(make_setup(tmp_path))
+        outcome = rates.within_memory(make_setup(tmp_path))
         assert "read + written" in outcome.figure
         (rate,) = outcome.rates
         assert (rate.of, rate.quantity, rate.unit) == ("cpu", "memory", "GB/s")
         assert rate.value > 0.1
 
     def test_a_copy_that_blocks_is_noticed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        blocking = copies.HostCopies(50, 50, 5, 5, returned_early=False)
-        monkeypatch.setattr(copies, "measure_host_copies", lambda *args, **kwargs: blocking)
-        outcome = copies.host_and_device(make_setup(tmp_path, num_gpus=1))
+        blocking = rates.HostCopies(50, 50, 5, 5, returned_early=False)
+        monkeypatch.setattr(rates, "measure_host_copies", lambda *args, **kwargs: blocking)
+        outcome = rates.host_and_device(make_setup(tmp_path, num_gpus=1))
         assert outcome.status == "failed"
         assert outcome.remedy == "unset CUDA_LAUNCH_BLOCKING"
 
     def test_bytes_that_change_are_noticed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(copies, "measure_host_copies", lambda *args, **kwargs: "bytes changed")
-        assert copies.host_and_device(make_setup(tmp_path, num_gpus=1)).status == "failed"
+        monkeypatch.setattr(rates, "measure_host_copies", lambda *args, **kwargs: "bytes changed")
+        assert rates.host_and_device(make_setup(tmp_path, num_gpus=1)).status == "failed"
 
 
 class TestLoader:
@@ -303,7 +294,7 @@ class TestLoader:
 
     def test_a_tmpdir_in_which_workers_would_hang(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
-        outcome = loader.probe(make_setup(tmp_path))
+        outcome = loader.loader(make_setup(tmp_path))
         assert outcome.status == "failed"
         assert outcome.remedy == "export TMPDIR=/tmp"
 
@@ -445,15 +436,15 @@ class TestTraining:
 
 class TestUtilisation:
     def test_busy_and_idle(self) -> None:
-        assert utilization.judge_busyness({"GPU 0": 99.0, "GPU 1": 80.0}).status == "passed"
-        outcome = utilization.judge_busyness({"GPU 0": 99.0, "GPU 1": 41.0})
+        assert rates.judge_busyness({"GPU 0": 99.0, "GPU 1": 80.0}).status == "passed"
+        outcome = rates.judge_busyness({"GPU 0": 99.0, "GPU 1": 41.0})
         assert outcome.status == "failed"
         assert "GPU 1 41 %" in outcome.detail
         assert "GPU 0" not in outcome.detail
         assert "nvidia-smi" in outcome.remedy
 
     def test_no_gpu(self, tmp_path: Path) -> None:
-        assert utilization.probe(make_setup(tmp_path)).status == "not applicable"
+        assert rates.utilization(make_setup(tmp_path)).status == "not applicable"
 
 
 def test_a_failure_cannot_be_made_without_a_remedy() -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from drivetrain.commands import verify
-from drivetrain.commands.verify import VerifyOptions
+from drivetrain.commands import check
+from drivetrain.commands.check import VerifyOptions
 from drivetrain.config import Config, Resolved, configure
 from drivetrain.core import plugins
 from drivetrain.core.errors import ConfigError
 from drivetrain.hardware import Hardware, MeasuredRates, load_measured, measured_path
-from drivetrain.verify.checklist import (
+from drivetrain.verify.probe import MeasuredRate, Probe, ProbeResult, Report
+from drivetrain.verify.runner import (
     CHECKLIST,
     LiveProgress,
     PlainProgress,
@@ -29,11 +30,10 @@ from drivetrain.verify.checklist import (
     console_for,
     progress,
     read_checklist,
+    run_probes,
     show_checklist,
     show_summary,
 )
-from drivetrain.verify.probe import MeasuredRate, Probe, ProbeResult, Report
-from drivetrain.verify.runner import run_probes
 from tests.verify.machines import machine
 from tests.verify.test_runner import planted
 
@@ -131,10 +131,10 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def run(*functions: str, num_gpus: int = 0, **options: Any) -> int:
         probes = tuple(planted(function, measures_rates=True) for function in functions)
         hardware = machine(num_gpus, run_folder=str(tmp_path / "runs"))
-        monkeypatch.setattr(verify, "choose", lambda names: probes)
-        monkeypatch.setattr(verify, "detect", lambda folder: hardware)
-        monkeypatch.setattr(verify, "PRELOAD", ())
-        return verify.run(VerifyOptions(**options), Resolved(configure(output_dir=str(tmp_path / "runs")), {}))
+        monkeypatch.setattr(check, "choose", lambda names: probes)
+        monkeypatch.setattr(check, "detect", lambda folder: hardware)
+        monkeypatch.setattr(check, "PRELOAD", ())
+        return check.run_verify(VerifyOptions(**options), Resolved(configure(output_dir=str(tmp_path / "runs")), {}))
 
     return run
 
@@ -208,10 +208,10 @@ class TestCommand:
 
     def test_a_wrong_name_is_wrong_input(self) -> None:
         with pytest.raises(ConfigError, match="there is no probe `nonsense`"):
-            verify.run(VerifyOptions(only=("nonsense",)), Resolved(Config(), {}))
+            check.run_verify(VerifyOptions(only=("nonsense",)), Resolved(Config(), {}))
 
     def test_loading_the_command_does_not_load_torch(self) -> None:
-        script = "import sys, drivetrain.commands.verify; assert 'torch' not in sys.modules, 'torch'"
+        script = "import sys, drivetrain.commands.check; assert 'torch' not in sys.modules, 'torch'"
         subprocess.run([sys.executable, "-c", script], check=True)
 
 

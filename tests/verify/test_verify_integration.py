@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from drivetrain.verify.checklist import CHECKLIST
 from drivetrain.verify.probe import Report
+from drivetrain.verify.runner import CHECKLIST
 
 GPU_ONLY = {"matmul-tf32", "copies", "nccl", "gpu-use"}
 

@@ -1,12 +1,7 @@
-"""The parts of a run whose loop is the user's: what `Drive` in `driving.py` works with.
-
-The model is called by the loop, not by a strategy: the strategy's objective gets the loss that the loop computed. So
-with several processes `run.model` is still the plain model, and DDP, which only watches the parameters, reduces loss
-and count together with the gradients, as it does in `train`.
-"""
+"""The parts of a run whose loop is the user's, and its steps with a closure: what `Drive` works with."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,16 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
-from drivetrain.core.errors import BadResumeError
+from drivetrain.core.errors import BadResumeError, DrivetrainError
 from drivetrain.core.hook import StepContext
 from drivetrain.core.isolation import heeds_mode, modes_of, set_modes
 from drivetrain.core.launchers import supervision
-from drivetrain.core.records import StepOutcome, StepRecord
+from drivetrain.core.metrics import LossSum, NamedLosses, StepOutcome, StepRecord, collecting
+from drivetrain.core.optimizers import JointOptimizer, closure_error, needs_closure, wants_gradients_first
+from drivetrain.core.precision import widened
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.core.state import Shard, local_part
 from drivetrain.core.world import World
+from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.loader import Loader
@@ -51,14 +50,21 @@ from drivetrain.run import (
     write_down,
 )
 from drivetrain.run.assemble import RunParts, assemble, division_of, make_loader, make_stepper, make_validation, resume
-from drivetrain.run.changes import changes_since_start, keep_fingerprint
 from drivetrain.run.model_factory import Prepared, callable_model
+from drivetrain.run.refusals import changes_since_start, keep_fingerprint
 from drivetrain.run.saver import CheckpointSaver
 from drivetrain.strategies import Trial
-from drivetrain.strategies.freezing import Freezer
+from drivetrain.strategies.base import check_objective
 from drivetrain.strategies.optimizer_state import move_to_parameters
-from drivetrain.strategies.replicated import parameter_names
+from drivetrain.strategies.replicated import Freezer, parameter_names
 from drivetrain.strategies.turns import TurnsStrategy
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The parts of a run whose loop is the user's: what `Drive` in `driving.py` works with.
+#
+# The model is called by the loop, not by a strategy: the strategy's objective gets the loss that the loop computed. So
+# with several processes `run.model` is still the plain model, and DDP, which only watches the parameters, reduces loss
+# and count together with the gradients, as it does in `train`.
 
 
 @dataclass(frozen=True)
@@ -385,3 +391,116 @@ def _touching_all(model: nn.Module) -> Tensor:
             value = functional.embedding(first, parameter, sparse=True) if id(parameter) in sparse else parameter
             total = total.to(parameter.device) + value.real.sum() * 0
     return total
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps of a driven loop with a closure: LBFGS, SAM and other optimizers that compute the loss several times.
+#
+# Each evaluation is over all batches of the step, with the strategy's own reduction, weighting and clipping.
+
+Closure = Callable[[Any], Tensor | LossSum | NamedLosses]  # of a batch; returns its loss
+
+
+def step_with(
+    closure: Closure,
+    driven: DrivenRun,
+    session: Session,
+    begun: Begun,
+    kept: Sequence[MicroBatch],
+    inside: Callable[[MicroBatch], AbstractContextManager[None]],
+) -> StepOutcome:
+    """Have the optimizer step with a closure over all batches of a step. The record is that of the first call.
+
+    Args:
+        closure: Returns the loss of a batch.
+        driven: The run.
+        session: The same, with its settings.
+        begun: The step.
+        kept: Its batches.
+        inside: Returns the context of a batch's forward.
+    """
+    outcomes: list[StepOutcome] = []
+    parts, strategy = driven.parts.given, driven.parts.strategy
+    optimizer = parts.optimizer
+
+    def learn(micro: MicroBatch) -> None:
+        batch = driven.stepper.begin(begun.place, micro)  # with the batch's own random draws
+        with collecting() as logged, inside(micro):
+            loss = closure(batch)
+        if isinstance(loss, Tensor | LossSum):
+            check_objective(loss.total if isinstance(loss, LossSum) else loss, parts.model)
+        if logged and micro.weight:
+            session.step_log.add(logged, micro.num_samples)
+        driven.stepper.learn(loss, begun.place, micro)
+
+    def evaluate() -> Tensor:
+        gradients: list[Tensor | None] = []
+        for parameter in parts.trained:
+            parameter.grad = None
+        for micro in kept:
+            learn(micro)
+        parts.evaluation.keep = lambda: gradients.extend(
+            parameter.grad if parameter.grad is None else parameter.grad.clone() for parameter in parts.trained
+        )
+        try:
+            outcomes.append(strategy.step(driven.trainer.flags))
+        finally:
+            parts.evaluation.keep = None
+        for parameter, gradient in zip(parts.trained, gradients, strict=True):
+            parameter.grad = gradient
+        return _loss_of(outcomes[-1], begun.place.step)
+
+    if wants_gradients_first(optimizer):
+        evaluate()
+    step: Callable[..., Any] = optimizer.step
+    step(evaluate)
+    for parameter in parts.trained:
+        parameter.grad = None
+    parts.follow()
+    if not outcomes:
+        raise DrivetrainError(
+            f"{type(optimizer).__name__} did not call the closure that it was given",
+            remedy="call run.backward(loss) and run.step()",
+        )
+    return outcomes[0]._replace(stop=sum(outcome.stop for outcome in outcomes))
+
+
+def check_closure(session: Session, optimizer: Optimizer, closure: Closure | None, *, is_learned: bool) -> None:
+    """Raise where `run.step` got a closure that cannot be used, or lacks one. `is_learned`: after `run.backward`."""
+    if closure is None and needs_closure(optimizer):
+        raise closure_error(optimizer)
+    if closure is None and not is_learned:
+        raise DrivetrainError("run.step() was called before run.backward()", remedy="call run.backward(loss) first")
+    if closure is None:
+        return
+    if is_learned:
+        raise DrivetrainError(
+            "run.step(closure) was called after run.backward(), and the closure computes the loss itself",
+            remedy="leave run.backward(loss) out",
+        )
+    if isinstance(optimizer, JointOptimizer):
+        raise DrivetrainError(
+            "run.step(closure) is for one optimizer, and the run has several",
+            remedy="call run.backward(loss) and run.step() for each batch",
+        )
+    refuse_closure(session)
+
+
+def refuse_closure(session: Session) -> None:
+    """Raise where an optimizer that asks for the loss several times would not get whole gradients as they are."""
+    if session.precision.scales_loss or session.holds_parts:
+        what = "fp16 scales the loss" if session.precision.scales_loss else "each process has a part of the model"
+        raise DrivetrainError(
+            f"run.step(closure) needs the gradients of all weights as they are, and {what}",
+            remedy="use --precision bf16 or fp32, with --parallel-strategy ddp or on one device",
+        )
+
+
+def _loss_of(outcome: StepOutcome, step: int) -> Tensor:
+    """Return the loss over the whole global batch, all ranks; nan where nothing was counted."""
+    count = torch.as_tensor(outcome.num_items, dtype=torch.float64)
+    if outcome.named is not None:
+        mean, _ = outcome.named.reader.read(outcome.named.values.tolist(), step, float(count))  # the host waits
+        return torch.tensor(mean, dtype=torch.float64)
+    total = sum((widened(value) * factor for value, factor in outcome.losses), torch.zeros(()))
+    return total / count.to(total)

@@ -17,28 +17,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from drivetrain.api.closures import Closure, check_closure, refuse_closure, step_with
-from drivetrain.api.driven_run import DrivenRun, as_computed
+from drivetrain.api.driven_run import Closure, DrivenRun, as_computed, check_closure, refuse_closure, step_with
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
-from drivetrain.core.aims import Aim, EarlyStopping
-from drivetrain.core.arguments import suggesting_keywords
-from drivetrain.core.batch_sizes import GlobalBatch
-from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.aims import Aim, EarlyStopping, GlobalBatch
+from drivetrain.core.errors import ConfigError, DrivetrainError, Problem, suggesting_keywords
 from drivetrain.core.hook import Hook
 from drivetrain.core.isolation import uncounted
-from drivetrain.core.logged import LoggedValue, LoggedValues, collect_into, copied, log, media_of, on_host
-from drivetrain.core.metrics import LossSum, MetricFunction, MetricObject, NamedLosses
+from drivetrain.core.metrics import (
+    LoggedValue,
+    LoggedValues,
+    LossSum,
+    MetricFunction,
+    MetricObject,
+    NamedLosses,
+    StepOutcome,
+    StepRecord,
+    collect_into,
+    copied,
+    log,
+    media_of,
+    on_host,
+)
 from drivetrain.core.optimizers import (
     GivenOptimizer,
+    Optim,
     members_of,
     needs_closure,
 )
-from drivetrain.core.optims import Optim
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
-from drivetrain.core.records import StepOutcome, StepRecord
+from drivetrain.core.processes import stopping_cleanly, written_first
 from drivetrain.core.schedules import Constant, Schedule
-from drivetrain.core.stopping import stopping_cleanly, written_first
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Place
 from drivetrain.job import OTHER_NAMES, Job, LossFunction

@@ -29,14 +29,13 @@ from drivetrain.api.training import train
 from drivetrain.config import Config
 from drivetrain.core.aims import Aim, Mode
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.processes import die_with_parent
+from drivetrain.core.processes import die_with_parent, pausing
 from drivetrain.core.run_folder import is_finished, read_rows, write_atomically
-from drivetrain.core.stopping import pausing
 from drivetrain.core.value import format_count, format_duration
 from drivetrain.job import Job
 from drivetrain.report.compare import RunComparison, compare
-from drivetrain.report.compare_page import comparison_page
-from drivetrain.run.forking import fork_run
+from drivetrain.report.page import comparison_page
+from drivetrain.run.claiming import fork_run
 
 LEDGER, PAGE = "sweep.json", "sweep.html"
 INTERRUPTED = "interrupted by Ctrl-C or another signal"

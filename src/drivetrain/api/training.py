@@ -20,10 +20,9 @@ from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.isolation import is_out_of_memory, raised_while_compiling
 from drivetrain.core.launchers import supervision
 from drivetrain.core.log import notice
-from drivetrain.core.metrics import LossSum
-from drivetrain.core.records import StepRecord
+from drivetrain.core.metrics import LossSum, StepRecord
+from drivetrain.core.processes import stopping_cleanly, wants_pause, written_first
 from drivetrain.core.run_folder import RunFolder
-from drivetrain.core.stopping import stopping_cleanly, wants_pause, written_first
 from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.feed import DeviceFeed, ResidentFeed
@@ -38,8 +37,8 @@ from drivetrain.monitor.phases import DATA, NoClock, make_clock
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
 from drivetrain.monitor.tracking import check_trackers
-from drivetrain.planning.batch_size import settle_global_batch
 from drivetrain.planning.planner import PlanningProgress, make_plan
+from drivetrain.planning.trials import settle_global_batch
 from drivetrain.report import write_report
 from drivetrain.run import (
     CheckpointSaver,
@@ -84,26 +83,27 @@ from drivetrain.run.assemble import (
     small_trial,
     try_last_batch,
 )
-from drivetrain.run.changes import changes_since_start, keep_fingerprint
-from drivetrain.run.grad_norm import NormCadence
-from drivetrain.run.injection import FaultyFiles, faults_of, inject
 from drivetrain.run.loss_weighting import look_at_all, settle_by_batch, settle_weighting, tell_weighting, watched
 from drivetrain.run.model_factory import build_model, prepare_model
-from drivetrain.run.out_of_memory import (
+from drivetrain.run.periodic import NormCadence, ReplicaCheck
+from drivetrain.run.recovery import (
     Caps,
+    FaultyFiles,
     StepRetry,
     can_go_on_here,
+    faults_of,
     give_memory_back,
     has_checkpoint,
     heed_cap,
+    inject,
     lower_cap,
+    read_skips,
+    rolls_back,
     tell_cap,
 )
-from drivetrain.run.refusals import refuse_before_planning
-from drivetrain.run.replicas import ReplicaCheck
-from drivetrain.run.rolling_back import read_skips, rolls_back
+from drivetrain.run.refusals import changes_since_start, keep_fingerprint, refuse_before_planning
 from drivetrain.strategies.compiling import tell_compiling
-from drivetrain.strategies.freezing import Freezer
+from drivetrain.strategies.replicated import Freezer
 
 __all__ = ["Result", "configured", "export", "num_trained", "train"]
 

@@ -3,8 +3,13 @@
 from drivetrain.checkpoint.background import BackgroundSaver, HeldState, SaveOutcome
 from drivetrain.checkpoint.checkpoint import Checkpoint, TensorInfo
 from drivetrain.checkpoint.checkpointer import Checkpointer
-from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError, SharedFileError
-from drivetrain.checkpoint.files import Files
+from drivetrain.checkpoint.files import (
+    CheckpointDamagedError,
+    CheckpointError,
+    Files,
+    NewerFormatError,
+    SharedFileError,
+)
 from drivetrain.checkpoint.manifest import FORMAT_VERSION
 from drivetrain.checkpoint.tensor_file import refuse_unstorable_meta, refuse_unstorable_shards
 from drivetrain.checkpoint.weights import LiveTensors, Weights, WeightsTaken, export, load_weights, read_weights

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.checkpoint.checkpointer import Checkpointer
-from drivetrain.checkpoint.errors import CheckpointError, SaveFailure
+from drivetrain.checkpoint.files import CheckpointError, SaveFailure
 from drivetrain.checkpoint.frozen import Split
 from drivetrain.checkpoint.staging import Staging
 from drivetrain.checkpoint.tensor_file import refuse_unstorable_meta, refuse_unstorable_shards

@@ -19,9 +19,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SharedFileError
 from drivetrain.checkpoint.files import (
+    CheckpointDamagedError,
+    CheckpointError,
     Files,
+    SharedFileError,
     draft_name,
     hash_of_pieces,
     leftovers_in,

@@ -20,18 +20,30 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from drivetrain.checkpoint.checkpoint import Checkpoint, CheckpointFolder, read_manifest
-from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SaveFailure, SharedFileError
-from drivetrain.checkpoint.files import Files, Written, set_aside_in, shared_draft_name, step_name
+from drivetrain.checkpoint.files import (
+    CheckpointDamagedError,
+    CheckpointError,
+    Files,
+    SaveFailure,
+    SharedFileError,
+    Written,
+    set_aside_in,
+    shared_draft_name,
+    step_name,
+)
 from drivetrain.checkpoint.frozen import FrozenAgreement, FrozenMovedError, FrozenReport, FrozenWeights, Split
 from drivetrain.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    FileTable,
+    Handed,
     Manifest,
     StoredFile,
     StoredTensor,
+    Tables,
     file_name,
+    merged,
 )
-from drivetrain.checkpoint.tables import FileTable, Handed, Tables, merged
 from drivetrain.checkpoint.tensor_file import (
     encoded,
     not_finite,

@@ -30,7 +30,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from drivetrain.checkpoint.errors import CheckpointError
+from drivetrain.checkpoint.files import CheckpointError
 from drivetrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor
 from drivetrain.checkpoint.staging import has_room
 from drivetrain.checkpoint.tensor_file import CODES

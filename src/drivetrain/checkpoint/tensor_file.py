@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from drivetrain.checkpoint.files import CheckpointDamagedError, CheckpointError
 from drivetrain.core.precision import as_real
 from drivetrain.core.state import Shard
 

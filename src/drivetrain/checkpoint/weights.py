@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.checkpoint import Checkpoint
-from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SharedFileError
-from drivetrain.checkpoint.files import Files
+from drivetrain.checkpoint.files import CheckpointDamagedError, CheckpointError, Files, SharedFileError
 from drivetrain.checkpoint.manifest import MANIFEST_NAME
 from drivetrain.checkpoint.tensor_file import (
     CODES,

@@ -1,1 +1,1 @@
-"""One module for each command of the `drivetrain` command line."""
+"""The commands of the `drivetrain` command line: a module for each, or for a family of small ones."""

@@ -1,14 +1,15 @@
-"""`drivetrain check`: what is here, what would be used, what is wrong and how to fix it, on one screen.
+"""Commands about this machine and its configuration: `check`, `config`, `verify`. Loading them loads no torch."""
 
-It only reads: no CUDA context is made, nothing is written, torch is not imported.
-"""
-
+import datetime
 import json
+import sys
+import time
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,11 +17,31 @@ from rich.text import Text
 from drivetrain import __version__
 from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Resolved
+from drivetrain.config.settings import SECTIONS, SETTINGS
 from drivetrain.core.value import format_count, format_gib
 from drivetrain.hardware import Gpu, Hardware, Note, detect
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
+from drivetrain.verify.probe import Report
+from drivetrain.verify.runner import (
+    PRELOAD,
+    PlainProgress,
+    choose,
+    chosen_gpus,
+    console_for,
+    progress,
+    run_probes,
+    save_rates,
+    show_checklist,
+    show_saving,
+    show_summary,
+)
 
-COMMAND = Command(
+# ----------------------------------------------------------------------------------------------------------------------
+# `drivetrain check`: what is here, what would be used, what is wrong and how to fix it, on one screen.
+#
+# It only reads: no CUDA context is made, nothing is written, torch is not imported.
+
+COMMAND_CHECK = Command(
     summary="What is here, what would be used, what is wrong and how to fix it.",
     obeys=(
         "run.output_dir",
@@ -37,7 +58,7 @@ COMMAND = Command(
         "data.prefetch_factor",
     ),
 )
-EXAMPLES = (
+EXAMPLES_CHECK = (
     "drivetrain check                                   this machine",
     "drivetrain check --batch-size 64 --precision bf16  with some things fixed",
     "drivetrain check --json                            for a program",
@@ -53,7 +74,7 @@ class CheckOptions(BaseModel):
     )
 
 
-def run(options: CheckOptions, resolved: Resolved) -> int:
+def run_check(options: CheckOptions, resolved: Resolved) -> int:
     hardware = detect(resolved.config.run.output_dir)
     settings = as_run(choose_settings(hardware, Pins(**resolved.config.pins())))
     ready = is_ready(hardware)
@@ -266,3 +287,131 @@ def _note(note: Note) -> Text:
     if note.remedy:
         text.append(f" Remedy: {note.remedy}", "default")
     return text
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `drivetrain config`: shows the effective configuration, and the source of each value.
+
+COMMAND_CONFIG = Command(summary="Prints the effective configuration, and where each value came from.", all_but=())
+EXAMPLES_CONFIG = (
+    "drivetrain config                                  every key with its default",
+    "drivetrain config --config train.yaml --epochs 3   what would be used, and where it is from",
+    "drivetrain config > train.yaml                     a file to start from",
+)
+
+
+class ConfigOptions(BaseModel):
+    json_output: Annotated[bool, Flag("json")] = Field(False, description="print JSON instead of YAML")
+
+
+def run_config(options: ConfigOptions, resolved: Resolved) -> int:
+    sys.stdout.write(as_json(resolved) if options.json_output else as_yaml(resolved))
+    return 0
+
+
+def as_yaml(resolved: Resolved) -> str:
+    """Return YAML that can be used as a configuration file again, with the source of each value after it."""
+    values = resolved.config.model_dump(mode="json")
+    lines = []
+    for section, about in SECTIONS.items():
+        lines.append(f"{section}:  # {about.splitlines()[0]}")
+        for setting in SETTINGS:
+            if setting.section == section:
+                entry = f"  {setting.field}: {_scalar(values[section][setting.field], setting.takes_auto)}"
+                lines.append(f"{entry:<34} # {resolved.source(setting.name)}")
+    return "\n".join(lines) + "\n"
+
+
+def as_json(resolved: Resolved) -> str:
+    values = resolved.config.model_dump(mode="json")
+    table = {
+        setting.name: {
+            "value": values[setting.section][setting.field],
+            "source": resolved.source(setting.name),
+        }
+        for setting in SETTINGS
+    }
+    return json.dumps(table, indent=2) + "\n"
+
+
+def _scalar(value: Any, takes_auto: bool) -> str:
+    if value is None and takes_auto:
+        return "auto"
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `drivetrain verify`: does real work on every part of this machine and prints a checklist.
+#
+# Nothing here loads torch: a torch that is broken has to become a row of the checklist, too.
+
+COMMAND_VERIFY = Command(
+    summary="Does real work on every part of this machine and prints a checklist; exits 0 only if nothing failed.",
+    obeys=("run.output_dir", "device.mode", "device.device", "device.ids"),
+)
+EXAMPLES_VERIFY = (
+    "drivetrain verify",
+    "drivetrain verify --quick",
+    "drivetrain verify --save",
+    "drivetrain verify --only matmul,disk --output-dir /data/runs",
+)
+
+
+class VerifyOptions(BaseModel):
+    """The options of `drivetrain verify`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    quick: bool = Field(False, description="smaller work and rougher figures, in a fraction of the time")
+    save: bool = Field(False, description="keep the measured rates; plans and `drivetrain check` use them from then on")
+    json_output: Annotated[bool, Flag("json")] = Field(False, description="print one JSON document and nothing else")
+    only: tuple[str, ...] = Field((), description="names of the probes to run; matmul means all of them (default: all)")
+    time_limit_seconds: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="limit of each probe (auto: each its own, 60 or 180)"
+    )
+
+
+def run_verify(options: VerifyOptions, resolved: Resolved) -> int:
+    """Run the command. Returns 0 if nothing failed, 1 otherwise."""
+    config = resolved.config
+    probes = choose(options.only)
+    if options.time_limit_seconds is not None:
+        limits = {"time_limit_seconds": options.time_limit_seconds, "quick_limit_seconds": None}
+        probes = tuple(probe.model_copy(update=limits) for probe in probes)
+    started, date = time.monotonic(), datetime.datetime.now().astimezone()
+    hardware = detect(config.run.output_dir)
+    gpu_indices = chosen_gpus(hardware, config)
+    stdout, stderr = console_for(sys.stdout), console_for(sys.stderr)
+    with progress(stderr, len(probes), None if options.json_output else stdout) as watcher:
+        results = run_probes(
+            probes,
+            hardware=hardware,
+            gpu_indices=gpu_indices,
+            run_folder=config.run.output_dir,
+            quick=options.quick,
+            # One at a time tells what each takes; `--quick` is for those who wait.
+            num_at_once=min(2, hardware.cpu.num_usable) if options.quick else 1,
+            watcher=watcher,
+            preload=PRELOAD,
+        )
+    saved_to = save_rates(hardware, results, quick=options.quick) if options.save else None
+    report = Report(
+        date=date.isoformat(timespec="seconds"),
+        total_seconds=round(time.monotonic() - started, 3),
+        quick=options.quick,
+        succeeded=all(result.status != "failed" for result in results),
+        accelerator=hardware.accelerator if gpu_indices else "cpu",
+        devices=tuple(f"cuda:{index}" for index in gpu_indices) or ("cpu",),
+        software=hardware.software,
+        results=results,
+        saved_to=str(saved_to) if saved_to is not None else None,
+    )
+    if options.json_output:
+        print(report.to_json())
+    else:
+        if not isinstance(watcher, PlainProgress):  # it has printed each row
+            show_checklist(results, stdout)
+        if options.save:
+            show_saving(report, stdout)
+        show_summary(report, stdout)
+    return 0 if report.succeeded else 1

@@ -13,19 +13,22 @@ from typing import Any
 import yaml
 
 from drivetrain.config.contradictions import find_contradictions
-from drivetrain.config.dialects import DEEPSPEED_MARKS, SECTIONS_OF_OTHERS, Line, translate
 from drivetrain.config.schema import Config, PlanPins
 from drivetrain.config.settings import (
     BY_DOTTED,
     BY_NAME,
+    DEEPSPEED_MARKS,
     SECTIONS,
+    SECTIONS_OF_OTHERS,
     SETTINGS,
     SWITCHES,
     Given,
+    Line,
     Setting,
     nearest,
     normal,
     remedy_for_unknown,
+    translate,
 )
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.plugins import STRATEGIES, strategy_facts

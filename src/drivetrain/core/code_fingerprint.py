@@ -26,6 +26,13 @@ _DEEPEST, _MOST_ENTRIES, _MOST_BYTES = 6, 1000, 1 << 20
 _SMALL_BYTES = 1 << 12
 _HAS_DOCSTRING = 0x4000000  # since Python 3.13; before that, only a function itself knows
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+# Functions that users call and that have moved since: runs of before have these names in their fingerprints.
+_RECORDED_AS = {
+    "drivetrain.core.metrics.log": "drivetrain.core.logged.log",
+    "drivetrain.moe.mixture.auxiliary_loss": "drivetrain.moe.layer.mixture.auxiliary_loss",
+    "drivetrain.moe.mixture.load_metrics": "drivetrain.moe.layer.mixture.load_metrics",
+    "drivetrain.moe.mixture.mixtures_in": "drivetrain.moe.layer.mixture.mixtures_in",
+}
 
 
 def _installed() -> tuple[str, ...]:
@@ -176,7 +183,8 @@ class _Walk:
         inner: Callable[..., Any] | None = getattr(function, "__wrapped__", None)
         inner = getattr(function, "_torchdynamo_orig_callable", inner)
         if not _is_own_file(function.__code__.co_filename):
-            yield f"{function.__module__}.{function.__qualname__};"
+            name = f"{function.__module__}.{function.__qualname__}"
+            yield f"{_RECORDED_AS.get(name, name)};"
             if inner is not None:
                 yield from self.value(inner, depth)
             return

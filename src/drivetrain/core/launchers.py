@@ -1,25 +1,155 @@
-"""Detects the launcher of this process and its ranks from the environment, and reports to ours, without torch.
+"""How this process was started, and by which code; and how far it is, as its supervisor reads it. Loads no torch."""
 
-Each launcher sets its own variables. The first one whose mark is set is used; its values are checked, because a rank
-that is wrong about its place hangs all others. Under `drivetrain launch` a worker reports its run folder, its progress
-and how it ended.
-"""
-
+import faulthandler
 import hashlib
 import ipaddress
 import json
+import mmap
 import os
+import platform
 import re
 import socket
+import statistics
+import struct
+import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from drivetrain.core.errors import GOES_ON_WITH, DrivetrainError
-from drivetrain.core.progress import PHASES, ProgressPage, StepWatchdog
+from drivetrain.core.log import notice
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How far a process is: a page of memory that its supervisor reads, and a watchdog where there is no supervisor.
+#
+# The page is written with every step and costs less than a microsecond; nothing is sent and no disk is touched, so that
+# it tells where a process is even if that can do nothing any more.
+
+PAGE_FD = "DRIVETRAIN_PROGRESS_FD"
+PHASES = ("start", "step", "validation", "hooks", "save", "compile", "end")
+LEAST_SECONDS, END_LEAST_SECONDS = 10.0, 60.0  # after which a hang is reported, and ended
+FACTOR, END_FACTOR = 5.0, 20.0  # the same in steps
+_FORM = struct.Struct("=qqq")
+
+
+class Progress(NamedTuple):
+    """Where a process is: the steps it has read back, its phase, and how often either has changed."""
+
+    step: int = 0
+    phase: str = PHASES[0]
+    changes: int = 0
+
+
+class ProgressPage:
+    """A page of memory shared by a worker, which writes it, and its supervisor, which reads it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
+
+    @classmethod
+    def create(cls) -> tuple["ProgressPage", int] | None:
+        """Return a new page and its descriptor, for a child; None where the system has no anonymous files."""
+        if not hasattr(os, "memfd_create"):
+            return None
+        descriptor = os.memfd_create("drivetrain-progress")
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        return cls(descriptor), descriptor
+
+    @classmethod
+    def of_environment(cls) -> "ProgressPage | None":
+        """Return the page that a supervisor gave this process; None without one."""
+        text = os.environ.get(PAGE_FD, "")
+        try:
+            return cls(int(text)) if text.isdecimal() else None
+        except OSError:
+            return None
+
+    def write(self, step: int, phase: int, changes: int) -> None:
+        """Write how far this process is; `phase` is a number of `PHASES`."""
+        _FORM.pack_into(self._map, 0, step, phase, changes)
+
+    def read(self) -> Progress:
+        step, phase, changes = _FORM.unpack_from(self._map, 0)
+        return Progress(step, PHASES[phase % len(PHASES)], changes)
+
+
+class StepWatchdog:
+    """Reports where a process without a supervisor hangs, while it is in its steps. It ends nothing.
+
+    The stacks are dumped by `faulthandler`'s own thread, which needs no GIL; the words before them come from a thread
+    of Python, if that can run. Both begin with the second step.
+    """
+
+    EVERY_SECONDS = 1.0  # between two looks
+    LEAST_SECONDS_BETWEEN = 0.02  # where something is done between steps: arming takes a tenth of a millisecond
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=64)  # seconds per step
+        self._at, self._step, self._next_look = 0.0, 0, 0.0
+        self._limit, self._told, self._is_paused = 0.0, False, True
+        self._thread: threading.Thread | None = None
+        self._armed_by = 0  # the process whose thread would dump; 0: none
+
+    def beat(self, step: int) -> None:
+        """Note that a step has ended."""
+        now = time.monotonic()
+        if now < self._next_look or self._is_forked:
+            return
+        if not self._is_paused:
+            self._rates.append((now - self._at) / max(1, step - self._step))
+        self._at, self._step, self._told, self._is_paused = now, step, False, False
+        if self._rates:
+            self._limit = max(LEAST_SECONDS, FACTOR * statistics.median(self._rates))
+            faulthandler.dump_traceback_later(self._limit + self.EVERY_SECONDS, file=2)
+            self._armed_by = os.getpid()
+            self._next_look = now + self.EVERY_SECONDS
+            self._watch()
+
+    def pause(self) -> None:
+        """Stop watching until the next step has ended: something else is done, or the run is over."""
+        if self._is_paused or self._is_forked:
+            return
+        self._is_paused = True
+        if self._limit:
+            self._limit, self._next_look = 0.0, self._at + self.LEAST_SECONDS_BETWEEN
+            faulthandler.cancel_dump_traceback_later()
+            self._armed_by = 0
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether a parent armed this, and was forked then: its thread is not here, and would be awaited for ever."""
+        return self._armed_by not in (0, os.getpid())
+
+    def _watch(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._look, name="drivetrain-watchdog", daemon=True)
+            self._thread.start()
+
+    def _look(self) -> None:
+        while self._limit:
+            seconds = time.monotonic() - self._at
+            if seconds > self._limit > 0 and not self._told:
+                self._told = True
+                notice(
+                    f"no step has ended for {seconds:.0f} s, after step {self._step}; one takes "
+                    f"{statistics.median(self._rates):.3g} s. Where this process is follows"
+                )
+            time.sleep(self.EVERY_SECONDS / 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Detects the launcher of this process and its ranks from the environment, and reports to ours, without torch.
+#
+# Each launcher sets its own variables. The first one whose mark is set is used; its values are checked, because a rank
+# that is wrong about its place hangs all others. Under `drivetrain launch` a worker reports its run folder, its
+# progress and how it ended.
 
 LOOPBACK = "127.0.0.1"
 RESTART_OF_JOBSET = "JOBSET_RESTART_ATTEMPT"  # set by the manifests that `drivetrain launch --kubernetes` writes
@@ -454,3 +584,34 @@ def _trace(error: BaseException, skipped: str) -> str:
     while trace is not None and trace.tb_frame.f_code.co_filename == skipped:
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Identifies the code of a run: versions of the packages that matter, and hashes of the script and of this package.
+
+
+def code_version(script: str = "") -> dict[str, str]:
+    """Return the versions by name, ordered by how much a difference matters."""
+    found = {"drivetrain": _package(), "python": platform.python_version(), "torch": _version("torch")}
+    path = Path(script) if script else None
+    if path is not None and path.is_file():
+        found = {"script": hashlib.sha256(path.read_bytes()).hexdigest()[:12], **found}
+    return found
+
+
+@cache  # each look parses the metadata file, before every run of several processes
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+@cache
+def _package() -> str:
+    """Return a hash of this package's source: two checkouts of one version may differ."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.optims import Optim
+from drivetrain.core.optimizers import Optim
 
 IterationDtype = Literal["bf16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

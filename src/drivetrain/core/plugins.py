@@ -137,8 +137,8 @@ def _source_of(module: str) -> Path | None:
     return Path(origin) if origin is not None and origin.endswith(".py") else None
 
 
-STRATEGIES = Plugins("strategy", "drivetrain.strategies", "strategies.kinds", "SPEC")
-TRACKERS = Plugins("tracker", "drivetrain.trackers", "monitor.trackers", "prepare")
+STRATEGIES = Plugins("strategy", "drivetrain.strategies", "strategies", "SPEC")
+TRACKERS = Plugins("tracker", "drivetrain.trackers", "monitor", "prepare")
 RECIPES = Plugins("recipe", "drivetrain.recipes", "recipes", "RECIPE", dashed=True)
 COMMANDS = Plugins("command", "drivetrain.commands", "commands", "COMMAND", dashed=True)
 PROBES = Plugins("probe of verify", "drivetrain.probes", "verify.probes", "PROBES")

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from drivetrain.core.batch_sizes import BatchSizes
+from drivetrain.core.aims import BatchSizes
 
 Indices = NDArray[np.int64]
 

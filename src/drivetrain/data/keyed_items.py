@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from drivetrain.core.arguments import returned
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import DrivetrainError, returned
 from drivetrain.data.division import key_of
 
 Collate = Callable[[list[Any]], Any]

@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept
-from drivetrain.core.processes import MAIN_GUARD_REMEDY, forking, trains_when_imported
-from drivetrain.core.stopping import outlive_signals
+from drivetrain.core.processes import MAIN_GUARD_REMEDY, forking, outlive_signals, trains_when_imported
 from drivetrain.core.value import format_bytes
 from drivetrain.data.batch import MicroBatch as MicroBatch
 from drivetrain.data.batch import map_tensors, pinned, to_device

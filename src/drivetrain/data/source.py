@@ -1,15 +1,8 @@
-"""Identifies a job's data: a dataset, tensors, a list, an iterable, or a DataLoader; and what was taken from it.
-
-Nothing is taken silently: `notes` lists it in sentences, which a run prints and records.
-
-Whether ranks have the same samples under the same numbers is checked by comparing a few of them (`glance`). Files that
-are listed in another order on another machine make a dataset of the same length whose samples are trained on twice or
-never, and nothing shows it. Legitimate differences do not count: rounding on another processor, file locations, items
-that differ each time they are read.
-"""
+"""A job's data, whatever it was given as; what is held out of it; and batches of samples of similar length."""
 
 import hashlib
 import inspect
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -35,6 +29,16 @@ from drivetrain.core.precision import as_real
 from drivetrain.data.division import Indices, LengthGroupedStream, SampleStream
 from drivetrain.data.external_order import ItemEntries, ReadOrder, SamplerEntries, has_state, is_iterator
 from drivetrain.data.keyed_items import Collate, Columns, Generators, KeyedItems, spread_over
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Identifies a job's data: a dataset, tensors, a list, an iterable, or a DataLoader; and what was taken from it.
+#
+# Nothing is taken silently: `notes` lists it in sentences, which a run prints and records.
+#
+# Whether ranks have the same samples under the same numbers is checked by comparing a few of them (`glance`). Files
+# that are listed in another order on another machine make a dataset of the same length whose samples are trained on
+# twice or never, and nothing shows it. Legitimate differences do not count: rounding on another processor, file
+# locations, items that differ each time they are read.
 
 _SETTINGS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("pinned memory", lambda loader: bool(loader.pin_memory)),
@@ -478,3 +482,126 @@ def _are_apart(values: Sequence[Any], others: Sequence[Any], is_exact: bool) -> 
         for one, other in zip(values, others, strict=True)
     )
     return num_apart > MOST_APART * len(values)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data that is held out of training: one data set, or several by name.
+
+_NAME = re.compile(r"[A-Za-z0-9]+([_-][A-Za-z0-9]+)*")
+_EITHER = (
+    "give columns of one data set as tensors; give data sets by name as Datasets, DataLoaders, dictionaries of tensors,"
+    " or lists of tuples or dictionaries"
+)
+
+
+def sets_of(data: Any) -> dict[str, Source]:
+    """Identify held-out data: one data set, whose name is empty, or several by name.
+
+    A dictionary of tensors or arrays is one data set in columns; a dictionary of data sets is several. What could be
+    either is refused.
+    """
+    if not isinstance(data, Mapping) or hasattr(data, "__getitems__") or not data:
+        return {"": source_of(data)}
+    columns = [name for name, value in data.items() if isinstance(value, (Tensor, np.ndarray))]
+    if len(columns) == len(data):
+        return {"": source_of(data)}
+    if columns:
+        other = next(name for name in data if name not in columns)
+        raise DrivetrainError(
+            f"{columns[0]!r} is a {type(data[columns[0]]).__name__} and {other!r} a {type(data[other]).__name__}: are"
+            " they columns of one data set, or data sets by name?",
+            remedy=_EITHER,
+        )
+    return {_checked_name(name): _source_of_set(name, value) for name, value in data.items()}
+
+
+def metric_names(sets: Iterable[str], names: Iterable[str], prefix: str) -> list[str]:
+    """Return the full names of metrics that are measured over sets. Those without a set are of the first one."""
+    names = list(names)
+    return [f"{prefix}{'_'.join(filter(None, (of, name)))}" for of in dict.fromkeys(("", *sets)) for name in names]
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "loss":
+        raise DrivetrainError(
+            f"{name!r} cannot be the name of a data set: it becomes a part of the names of metrics",
+            remedy="letters and digits, with single _ or - between them, and not 'loss': valid_clean_loss is the loss "
+            "over the set 'clean'",
+        )
+    return name
+
+
+def _source_of_set(name: str, data: Any) -> Source:
+    if isinstance(data, (list, tuple)) and data and not isinstance(data[0], (tuple, Mapping)):
+        raise DrivetrainError(
+            f"{name!r} is a {type(data).__name__} of {type(data[0]).__name__}: is it a column of one data set, or a"
+            " data set of its own?",
+            remedy=_EITHER,
+        )
+    try:
+        return source_of(data)
+    except DrivetrainError as error:
+        raise DrivetrainError(f"{name!r}: {error.message}", remedy=error.remedy) from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Groups samples of similar length into batches, so that little is padded.
+
+Lengths = Sequence[int] | NDArray[Any] | Callable[[Any], int]
+
+
+def by_length(data: Any, lengths: Lengths = len) -> Source:
+    """Have a job group samples of similar length into its global batches, in an order that follows from its seed.
+
+    The shuffled samples of an epoch are taken in pools of 64 global batches (of a quarter of the epoch, where that is
+    less). Those of a pool are sorted by length and cut into batches, which are then shuffled. Each epoch has every
+    sample once and groups other samples together; any number of devices has the same batches; a run that was
+    interrupted goes on exactly.
+
+    Args:
+        data: A data set, as `Job` takes it, whose samples have numbers: not something that can only be iterated.
+        lengths: The length of each sample, in the order of the data; or a function from a sample to its length, which
+            reads every sample once.
+
+    Returns:
+        The data with its lengths, for `Job(data=…)`.
+
+    Example:
+        >>> texts = [[1, 2, 3], [1], [1, 2], [1, 2, 3, 4]]
+        >>> dt.by_length(texts, [len(text) for text in texts]).lengths.tolist()
+        [3, 1, 2, 4]
+    """
+    source = source_of(data)
+    if not source.is_keyed:
+        raise DrivetrainError(
+            f"{type(source.dataset).__name__} has an order of its own or can only be iterated: its samples cannot be "
+            "grouped by length",
+            remedy="give a map-style data set, or a list, without a sampler",
+        )
+    found = _measured(source.dataset, lengths) if callable(lengths) else list(lengths)
+    if len(found) != len(source.dataset):
+        raise DrivetrainError(
+            f"there are {len(found)} lengths for {len(source.dataset)} samples", remedy="give one per sample"
+        )
+    return replace(source, lengths=_checked(found))
+
+
+def _measured(dataset: Any, length: Callable[[Any], int]) -> list[int]:
+    found = []
+    with generators_kept():
+        for number in range(len(dataset)):
+            try:
+                found.append(length(dataset[number]))
+            except TypeError as error:
+                raise DrivetrainError(
+                    f"the length of sample {number} is not known: {error}",
+                    remedy="give a function from a sample to its length: dt.by_length(data, lambda item: …)",
+                ) from error
+    return found
+
+
+def _checked(lengths: list[Any]) -> Indices:
+    bad = next((each for each in lengths if not hasattr(each, "__index__") or each < 0), None)
+    if bad is not None:
+        raise DrivetrainError(f"a length is a number from 0, and not {bad!r}", remedy="give whole numbers")
+    return np.array([int(each) for each in lengths], dtype=np.int64)

@@ -15,9 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from drivetrain.hardware.amd import AmdFindings, find_amd
-from drivetrain.hardware.cuda_driver import load_nvml
 from drivetrain.hardware.facts import Accelerator, Cpu, Disk, Gpu, Hardware, Memory, Note, Software, apply_measured
+from drivetrain.hardware.gpu_drivers import AmdFindings, find_amd, load_nvml
 from drivetrain.hardware.host import Found, find_cpu, find_disk, find_memory, find_open_files_limit, printable
 from drivetrain.hardware.nvidia import NvidiaFindings, find_nvidia
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.value import GIB, Value
-from drivetrain.hardware.cuda_driver import read_utilization
 from drivetrain.hardware.facts import Gpu, Hardware
+from drivetrain.hardware.gpu_drivers import read_utilization
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ from typing import Any
 
 from drivetrain.core.value import GIB
 from drivetrain.hardware.catalogue import cuda_precisions, tabled_rates
-from drivetrain.hardware.cuda_driver import Nvml, Selection, first_mig_entry, mig_matches, names_mig, select
 from drivetrain.hardware.facts import Gpu, Link, Memory, MigSlice, Note, Rate
+from drivetrain.hardware.gpu_drivers import Nvml, Selection, first_mig_entry, mig_matches, names_mig, select
 
 Handle = Any
 

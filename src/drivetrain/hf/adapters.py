@@ -7,7 +7,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.plan.simulate import without_memory
+from drivetrain.plan.fitting import without_memory
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SHOWN = 3

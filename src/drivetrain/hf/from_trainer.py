@@ -11,8 +11,7 @@ from drivetrain.config import Config, configure
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.log import notice
-from drivetrain.data.by_length import by_length
-from drivetrain.data.source import source_of
+from drivetrain.data.source import by_length, source_of
 from drivetrain.hf.lengths import known_lengths
 from drivetrain.hf.model_job import job
 from drivetrain.job import Job

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.core.batch_sizes import positive_batch
+from drivetrain.core.aims import positive_batch
 from drivetrain.core.errors import DrivetrainError, InputError
 from drivetrain.core.isolation import generators_kept
 from drivetrain.core.schedules import WarmupCosine

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.batch_sizes import positive_batch
+from drivetrain.core.aims import positive_batch
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import evaluating, generators_kept
-from drivetrain.data.by_length import by_length
 from drivetrain.data.division import Indices
-from drivetrain.data.source import Source
+from drivetrain.data.source import Source, by_length
 from drivetrain.hf.lengths import buckets_for, in_words, known_lengths, padding_share
 from drivetrain.hf.padding import Collator
 

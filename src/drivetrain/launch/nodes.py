@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.safe_text import printable
+from drivetrain.core.log import printable
 from drivetrain.launch.layout import Layout, listen_on
 
 TOKEN = "DRIVETRAIN_TOKEN"

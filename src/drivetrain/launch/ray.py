@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.core.stopping import StopWish, hearing
+from drivetrain.core.processes import StopWish, hearing
+from drivetrain.launch.clusters import SlurmOptions, cores_of, gpus_of, launch_flags
 from drivetrain.launch.layout import get_free_port
 from drivetrain.launch.nodes import TOKEN
-from drivetrain.launch.slurm import SlurmOptions, cores_of, gpus_of, launch_flags
 
 _THREADS = "OMP_NUM_THREADS"  # Ray sets it to the cores of an actor, which are those of several ranks
 _SUPERVISOR = (

@@ -11,13 +11,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from drivetrain.config import FOREIGN
-from drivetrain.core.code_version import code_version
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.faults import ENVIRONMENT as FAULTS
-from drivetrain.core.launchers import find_machines
-from drivetrain.core.processes import OrphanGuard
-from drivetrain.core.safe_text import printable, redacted_words
-from drivetrain.core.stopping import StopWish, hearing
+from drivetrain.core.launchers import code_version, find_machines
+from drivetrain.core.log import printable, redacted_words
+from drivetrain.core.processes import OrphanGuard, StopWish, hearing
 from drivetrain.hardware import Hardware
 from drivetrain.launch.layout import (
     LaunchOptions,

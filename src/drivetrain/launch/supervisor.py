@@ -1,8 +1,4 @@
-"""Starts the workers, watches them, restarts them while that makes sense, and reports why the job ended.
-
-The world is fixed: every attempt has all ranks of all machines, or does not begin. Every attempt has its own store.
-Time is measured with the monotonic clock only. On several machines this is the main one; `follower` is the others.
-"""
+"""Starts the workers, watches them, restarts them while that makes sense, and reports why the job ended."""
 
 import contextlib
 import os
@@ -10,18 +6,18 @@ import socket
 import sys
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.processes import OrphanGuard
-from drivetrain.core.run_folder import is_finished
-from drivetrain.core.safe_text import printable
-from drivetrain.core.stopping import StopWish, hearing
-from drivetrain.launch.attempts import AttemptLog
-from drivetrain.launch.hangs import HangWatch, hang_in_words, odd_ranks, write_stacks
+from drivetrain.core.goodput import ATTEMPTS, stamp, start_marks
+from drivetrain.core.log import printable
+from drivetrain.core.processes import OrphanGuard, StopWish, hearing
+from drivetrain.core.run_folder import JsonLines, is_finished
+from drivetrain.launch.clusters import submitted_at
 from drivetrain.launch.layout import LaunchOptions, Layout, listen_on
 from drivetrain.launch.nodes import Nodes
 from drivetrain.launch.root_cause import (
@@ -31,19 +27,60 @@ from drivetrain.launch.root_cause import (
     SIGNAL,
     TIMEOUT,
     Failure,
+    HangWatch,
     as_json,
     blamed_ranks,
     first_cause,
     from_wire,
+    hang_in_words,
     hung,
     in_words,
     left_early,
     never_came,
     node_lost,
+    odd_ranks,
     waited_for,
+    write_stacks,
 )
-from drivetrain.launch.slurm import submitted_at
 from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, RankLogs, Standbys, Start, WorkerTask
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The supervisor's rows in a run's account of its time: it outlives the workers, and knows when each attempt ended.
+
+
+class AttemptLog:
+    """Appends rows to `attempts.jsonl` in the run folder; they wait until that is known."""
+
+    def __init__(self, submitted: float | None) -> None:
+        self._folder: Path | None = None
+        self._waiting: list[dict[str, Any]] = []
+        seconds = start_marks.take(0.0)["seconds"]  # of this process, before it came here
+        self.note("launch", seconds=seconds, **({} if submitted is None else {"submitted": submitted}))
+
+    def note(self, event: str, **facts: Any) -> None:
+        self._waiting.append({"event": event, **facts, **stamp()})
+        self._write()
+
+    def into(self, folder: Path) -> None:
+        self._folder = folder
+        self._write()
+
+    def _write(self) -> None:
+        if self._folder is None or not self._waiting:
+            return
+        with suppress(OSError):  # a full disk must not end the watch; the rows wait
+            log = JsonLines(self._folder / ATTEMPTS)
+            for row in self._waiting:
+                log.append(row)
+            log.close()
+            self._waiting = []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Starts the workers, watches them, restarts them while that makes sense, and reports why the job ended.
+#
+# The world is fixed: every attempt has all ranks of all machines, or does not begin. Every attempt has its own store.
+# Time is measured with the monotonic clock only. On several machines this is the main one; `follower` is the others.
 
 TICK_SECONDS = 0.1
 # After a failure: for ranks that noticed nothing, for ranks that are on their way out, and where every rank only

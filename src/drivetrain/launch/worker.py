@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import supervision
-from drivetrain.core.processes import die_with_parent
-from drivetrain.core.stopping import STOP_SIGNALS, follow_supervisor, take_order
+from drivetrain.core.processes import STOP_SIGNALS, die_with_parent, follow_supervisor, take_order
 
 STORE_FD = "DRIVETRAIN_STORE_FD"
 STANDBY_FD = "DRIVETRAIN_STANDBY_FD"

@@ -19,16 +19,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from drivetrain.core.launchers import CHANNEL, ProcessPlace
-from drivetrain.core.processes import OrphanGuard, kill_group
-from drivetrain.core.progress import PAGE_FD, Progress, ProgressPage
-from drivetrain.core.safe_text import printable
-from drivetrain.core.stopping import held_back
+from drivetrain.core.launchers import CHANNEL, PAGE_FD, ProcessPlace, Progress, ProgressPage
+from drivetrain.core.log import printable
+from drivetrain.core.processes import OrphanGuard, held_back, kill_group
 from drivetrain.hardware.host import oom_kills
-from drivetrain.launch.flight_recorder import DUMP_FILES, dump_environment, reached_by_dump
 from drivetrain.launch.layout import LaunchOptions, Layout
 from drivetrain.launch.nodes import TOKEN
-from drivetrain.launch.root_cause import TIMEOUT, Failure, failure_from_error, failure_from_exit
+from drivetrain.launch.root_cause import (
+    DUMP_FILES,
+    TIMEOUT,
+    Failure,
+    dump_environment,
+    failure_from_error,
+    failure_from_exit,
+    reached_by_dump,
+)
 from drivetrain.launch.worker import CORES, ORDERS_FD, STACK_SIGNAL, STACKS, STANDBY_FD, STORE_FD, SUPERVISOR_PID
 
 _KEPT_LINES = 40

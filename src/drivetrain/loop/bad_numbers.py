@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.core.errors import BadResumeError, DrivetrainError
-from drivetrain.core.records import PartLoss, StepRecord
+from drivetrain.core.metrics import PartLoss, StepRecord
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
 from drivetrain.data.loader import Loader

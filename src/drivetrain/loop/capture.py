@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain.core.records import StepOutcome
+from drivetrain.core.metrics import StepOutcome
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, to_device
 from drivetrain.data.division import Place, Stretch

@@ -13,7 +13,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, StepContext, Verdict
 from drivetrain.core.isolation import modes_of, set_modes
 from drivetrain.core.launchers import supervision
-from drivetrain.core.logged import Media, collecting, media_of, on_host
+from drivetrain.core.metrics import Media, collecting, media_of, on_host
 from drivetrain.core.state import put_away
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
@@ -21,8 +21,8 @@ from drivetrain.data.loader import Loader
 from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import HOOKS, VALIDATION
-from drivetrain.strategies.ema import Average
-from drivetrain.strategies.freezing import Freezer
+from drivetrain.strategies.optimizer_state import Average
+from drivetrain.strategies.replicated import Freezer
 
 _DEPTH = 2  # of objects within the data set that are looked into, such as its transforms
 

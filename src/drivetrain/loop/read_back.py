@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from drivetrain.core.records import SKIPPED_IF_BAD, LoggedTotals, PartLoss, PartReader, StepOutcome
+from drivetrain.core.metrics import SKIPPED_IF_BAD, LoggedTotals, PartLoss, PartReader, StepOutcome
 from drivetrain.data.division import Place
 from drivetrain.monitor.phases import PhaseClock
 

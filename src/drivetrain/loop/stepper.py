@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.core.records import StepOutcome
+from drivetrain.core.metrics import StepOutcome
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Place, Stretch, key_of, mix

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from drivetrain.core.hook import Hook, Rehearsal
 from drivetrain.core.launchers import supervision
-from drivetrain.core.records import StepOutcome, StepRecord
+from drivetrain.core.metrics import StepOutcome, StepRecord
 from drivetrain.core.state import CountingWatch
 from drivetrain.core.world import World
 from drivetrain.data.division import Place, Stretch
@@ -28,14 +28,13 @@ from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
 from drivetrain.loop.bad_numbers import NO_SKIPS, BadNumbers, RollBackError, not_finite
 from drivetrain.loop.hook_calls import HookCalls, RunLog
-from drivetrain.loop.rates import Rates
+from drivetrain.loop.rates import Rates, SaveSchedule
 from drivetrain.loop.read_back import InFlight, ReadStep
-from drivetrain.loop.save_schedule import SaveSchedule
 from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import CHECKPOINT, LOGGING
-from drivetrain.strategies.ema import Average
-from drivetrain.strategies.freezing import Freezer
+from drivetrain.strategies.optimizer_state import Average
+from drivetrain.strategies.replicated import Freezer
 
 Steps = Iterator[tuple[Place, Iterable[MicroBatch]]]
 

@@ -1,9 +1,4 @@
-"""Validation: the loss and the metrics over held-out samples, each counted once, on all ranks together.
-
-There may be several sets, by name. Each is divided like a single large step: every rank takes a slice, without padding
-or duplicates. It is a hook: afterwards all ranks know the same numbers, and so agree on which checkpoint is best and
-when to stop.
-"""
+"""Validation on all ranks together, and batch-norm statistics anew for weights that no step has trained."""
 
 import math
 import time
@@ -17,14 +12,23 @@ from torch import Tensor, nn
 
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.hook import StepContext, Verdict
+from drivetrain.core.hook import StepContext, Verdict, settlement_of
 from drivetrain.core.isolation import buffers_kept, evaluating, is_out_of_memory, untouched
 from drivetrain.core.log import notice
-from drivetrain.core.logged import Logged, LoggedValues, collecting, one_value
-from drivetrain.core.metrics import Counted, LossSum, MetricObject, Tally, flattened, over_all_ranks
-from drivetrain.core.precision import Precision
+from drivetrain.core.metrics import (
+    Counted,
+    Logged,
+    LoggedValues,
+    LossSum,
+    MetricObject,
+    Tally,
+    collecting,
+    flattened,
+    one_value,
+    over_all_ranks,
+)
+from drivetrain.core.precision import Precision, widened
 from drivetrain.core.state import is_distributed
-from drivetrain.core.widths import widened
 from drivetrain.core.world import World
 from drivetrain.data.batch import described
 from drivetrain.data.division import key_of
@@ -33,8 +37,15 @@ from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
 from drivetrain.loop.rates import Plateau
 from drivetrain.strategies.base import LossFunction
-from drivetrain.strategies.ema import Average
 from drivetrain.strategies.loss_parts import LossParts
+from drivetrain.strategies.optimizer_state import Average, batch_norms, statistics_of
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Validation: the loss and the metrics over held-out samples, each counted once, on all ranks together.
+#
+# There may be several sets, by name. Each is divided like a single large step: every rank takes a slice, without
+# padding or duplicates. It is a hook: afterwards all ranks know the same numbers, and so agree on which checkpoint is
+# best and when to stop.
 
 _VALIDATION = 0x7A11D  # the key of a model's random draws in validation: the same every time
 _PART = "loss_"  # before the name of a part of the loss
@@ -454,3 +465,61 @@ def recording_outputs(called: Any, outputs: list[Any]) -> Iterator[list[Any]]:
         yield outputs
     finally:
         handle.remove()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Computes the statistics of batch-norm layers anew, over training samples, for weights that no step has trained.
+
+
+class BatchNormPass:
+    """Runs the model over samples as in training, and averages what its batch-norm layers see, over all ranks.
+
+    The statistics are means over the samples' batches. Layers in evaluation mode keep theirs. Weights and
+    buffers are left as they were. All ranks call it together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        make_loader: Callable[[], Loader],
+        precision: Precision,
+        world: World,
+        seed: int,
+    ) -> None:
+        self._model, self._loss, self._make_loader = model, loss, make_loader
+        self._precision, self._world, self._seed = precision, world, seed
+        self._loader: Loader | None = None
+
+    @torch.no_grad()
+    def __call__(self) -> Sequence[Tensor]:
+        """Return the running mean and variance of each layer in turn, for the weights that are in the model now."""
+        self._loader = self._loader or self._make_loader()
+        model = self._model
+        layers = batch_norms(model)
+        is_frozen = [not layer.training for layer in layers for _ in range(2)]  # in evaluation mode during training
+        live = [buffer for layer in layers for buffer in statistics_of(layer)]
+        sums = [widened(torch.zeros_like(buffer)) for buffer in live]
+        count = widened(torch.zeros((), device=live[0].device))
+        momenta = [(layer, layer.momentum) for layer in layers]
+        seed_validation(self._seed)
+        try:
+            for layer in layers:
+                layer.momentum = 1.0  # type: ignore[assignment]  # what it keeps is then the batch's own
+            with buffers_kept(model):
+                for micro in micro_batches(self._loader):
+                    with collecting(), self._precision.around_forward() or nullcontext():
+                        self._loss(model, micro.batch)
+                    if micro.weight:
+                        torch._foreach_add_(sums, [widened(buffer) for buffer in live], alpha=micro.num_samples)
+                        count += micro.num_samples
+        finally:
+            settlement_of(model).forget()
+            for layer, momentum in momenta:
+                layer.momentum = momentum
+        together = self._world.all_reduce(torch.cat([count.reshape(1), *(total.flatten() for total in sums)]))
+        parts = torch.split(together[1:] / together[0], [total.numel() for total in sums])
+        return [
+            buffer if frozen else part.view_as(buffer)
+            for part, buffer, frozen in zip(parts, live, is_frozen, strict=True)
+        ]

@@ -1,9 +1,10 @@
 """Mixtures of experts: a layer for any model, its balance, and how its experts come and go."""
 
-from drivetrain.moe.knowledge.graph import KnowledgeGraph, Limits
-from drivetrain.moe.knowledge.knowledge import Knowledge, KnowledgeFiles
-from drivetrain.moe.layer.dispatch import Dispatcher, LocalDispatcher, Way
-from drivetrain.moe.layer.mixture import (
+from drivetrain.moe.dispatch import Dispatcher, LocalDispatcher, Way
+from drivetrain.moe.graph import KnowledgeGraph, Limits
+from drivetrain.moe.knowledge import Knowledge, KnowledgeFiles
+from drivetrain.moe.lifecycle import Lifecycle, Rules
+from drivetrain.moe.mixture import (
     Balance,
     LoadFigures,
     LoadReport,
@@ -13,11 +14,10 @@ from drivetrain.moe.layer.mixture import (
     load_metrics,
     mixtures_in,
 )
-from drivetrain.moe.layer.slots import Slots
-from drivetrain.moe.lifecycle.lifecycle import Lifecycle, Rules
-from drivetrain.moe.lifecycle.replay import Reservoir
-from drivetrain.moe.lifecycle.sleep import Sleep
-from drivetrain.moe.lifecycle.sleep_cycle import SleepRules
+from drivetrain.moe.replay import Reservoir
+from drivetrain.moe.sleep import Sleep
+from drivetrain.moe.sleep_cycle import SleepRules
+from drivetrain.moe.slots import Slots
 
 __all__ = [
     "Balance",

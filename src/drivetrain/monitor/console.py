@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from drivetrain.core.batch_sizes import BatchSizes, samples_between
-from drivetrain.core.log import log
-from drivetrain.core.records import RESERVED_NAMES, StepRecord
-from drivetrain.core.safe_text import printable
+from drivetrain.core.aims import BatchSizes, samples_between
+from drivetrain.core.log import log, printable
+from drivetrain.core.metrics import RESERVED_NAMES, StepRecord
 from drivetrain.core.value import format_count, format_metric
 
 LEAST_BAR = 4  # columns

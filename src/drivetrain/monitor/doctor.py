@@ -18,8 +18,8 @@ from typing import Any
 
 from drivetrain.core.value import format_count
 from drivetrain.monitor.phases import PHASES, Laps
-from drivetrain.plan.data_path import NEARLY_BEST, WORTH_IT, forecast_step
 from drivetrain.plan.knobs import REMEDIES
+from drivetrain.plan.rules import NEARLY_BEST, WORTH_IT, forecast_step
 
 NOTABLE = 0.10  # of the time: less is not worth a line
 LEADS = 0.20  # of the time: a run is called after what takes this much and should not
@@ -154,7 +154,7 @@ def _hold_ups(seen: Observed) -> Iterator[Symptom]:
 
 
 def _input(seen: Observed) -> Symptom:
-    """Judge loading by the model that the planner uses, too: `plan.data_path.forecast_step`."""
+    """Judge loading by the model that the planner uses, too: `plan.rules.forecast_step`."""
     if seen.is_resident:
         words = f"waits {_of_time(seen, 'data')} for batches that the device gathers from data it holds"
         return Symptom(

@@ -13,24 +13,19 @@ from typing import Any, Self
 import torch
 
 from drivetrain.config import Config
-from drivetrain.core.batch_sizes import BatchSizes
+from drivetrain.core.aims import BatchSizes
 from drivetrain.core.goodput import stamp, start_marks
-from drivetrain.core.log import LOGGER
-from drivetrain.core.logged import Media
-from drivetrain.core.records import StepRecord
+from drivetrain.core.log import LOGGER, redacted
+from drivetrain.core.metrics import Media, StepRecord
 from drivetrain.core.run_folder import RunFolder, as_row, read_rows, yaml_text
-from drivetrain.core.safe_text import redacted
 from drivetrain.core.value import format_count
 from drivetrain.hardware import Gpu, Hardware
-from drivetrain.hardware.cuda_driver import load_nvml
-from drivetrain.hardware.telemetry import label
+from drivetrain.hardware.gpu_drivers import label, load_nvml
 from drivetrain.monitor.console import RunConsole
 from drivetrain.monitor.doctor import Checkups, Diagnosis, Observed
-from drivetrain.monitor.media import keep_media
-from drivetrain.monitor.phases import DATA, LOGGING, Laps, NoClock, PhaseClock
-from drivetrain.monitor.profiler import StepProfiler, peak_rate
+from drivetrain.monitor.phases import DATA, LOGGING, Laps, NoClock, PhaseClock, StepProfiler, peak_rate
 from drivetrain.monitor.sampler import Sampler
-from drivetrain.monitor.tracking import BackgroundTracker, TrackerStart, start_trackers
+from drivetrain.monitor.tracking import BackgroundTracker, TrackerStart, keep_media, start_trackers
 
 
 @dataclass(frozen=True)

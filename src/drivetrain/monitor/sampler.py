@@ -17,12 +17,11 @@ from typing import Any, Protocol
 
 import torch
 
-from drivetrain.core.records import StepRecord
+from drivetrain.core.metrics import StepRecord
 from drivetrain.core.run_folder import JsonLines
 from drivetrain.core.value import GIB
 from drivetrain.hardware import Gpu
-from drivetrain.hardware.cuda_driver import Nvml
-from drivetrain.hardware.telemetry import HostReader, NvmlReader, Row, label
+from drivetrain.hardware.gpu_drivers import HostReader, Nvml, NvmlReader, Row, label
 
 HIGH = 0.95  # of the device's memory
 UNUSED_CACHE, LITTLE_LEFT = 0.25, 0.05

@@ -9,8 +9,7 @@ import torch
 
 from drivetrain.core.value import GIB
 from drivetrain.hardware import Gpu, Hardware, detect
-from drivetrain.hardware.cuda_driver import load_nvml
-from drivetrain.hardware.telemetry import HostReader, NvmlReader, label
+from drivetrain.hardware.gpu_drivers import HostReader, NvmlReader, label, load_nvml
 from drivetrain.monitor.sampler import torch_memory
 
 # By the name in a summary: the name in a row of figures, and what one of its units is in those of the summary.

@@ -14,7 +14,7 @@ from drivetrain.core.log import notice
 from drivetrain.multi_gpu.config import MultiGPUConfig
 from drivetrain.multi_gpu.trainer import MultiGPUTrainer
 from drivetrain.multi_gpu.training_run import TrainingSpec
-from drivetrain.planning.batch_size import search_batch_size
+from drivetrain.planning.trials import search_batch_size
 from drivetrain.report import write_report
 from drivetrain.run import Session
 from drivetrain.run.model_factory import build_model

@@ -17,13 +17,13 @@ from drivetrain.config import Config, configure
 from drivetrain.core.aims import EarlyStopping
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.log import notice
+from drivetrain.core.processes import request_stop
 from drivetrain.core.schedules import WarmupCosine
-from drivetrain.core.stopping import request_stop
 from drivetrain.core.world import World
 from drivetrain.data.source import Source, source_of
 from drivetrain.job import Job
 from drivetrain.report import RunData
-from drivetrain.run.command_context import given_on_command_line
+from drivetrain.run.session import given_on_command_line
 from drivetrain.strategies.layers import repeated_blocks
 
 MOST_WARMUP_STEPS, WARMUP_SHARE = 1000, 0.1

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drivetrain.core.logged import Logged
-from drivetrain.core.metrics import LossSum, UndividedLoss
+from drivetrain.core.metrics import Logged, LossSum, UndividedLoss
 from drivetrain.core.value import Value
 from drivetrain.data.batch import Count
 

@@ -20,12 +20,10 @@ from pydantic import Field
 
 from drivetrain.core.run_folder import write_atomically, yaml_text
 from drivetrain.core.value import Value
-from drivetrain.plan.data_path import DataPath
+from drivetrain.plan.forecast import TimeForecast
 from drivetrain.plan.knobs import StepWay
-from drivetrain.plan.repeat import Repeatability
-from drivetrain.plan.rules import Choice
-from drivetrain.plan.scaling import TimeForecast
-from drivetrain.plan.tune import Tried
+from drivetrain.plan.rules import Choice, DataPath
+from drivetrain.plan.tune import Repeatability, Tried
 
 NOT_MEASURED = Repeatability(reason="nothing was measured")
 

@@ -8,13 +8,12 @@ from torch import nn
 from drivetrain.checkpoint.staging import has_room
 from drivetrain.loop import why_not_here
 from drivetrain.plan import Choice
-from drivetrain.plan.data_path import DataPath
+from drivetrain.plan.fitting import num_bytes
+from drivetrain.plan.forecast import FORWARD_SHARE
 from drivetrain.plan.knobs import KNOBS, REMEDIES, KnobFacts, PlanningOutcome, StepWay, choices_of, settled_choices
 from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan, PlannedRun
-from drivetrain.plan.repeat import IN_WORDS
-from drivetrain.plan.scaling import FORWARD_SHARE
-from drivetrain.plan.simulate import num_bytes
-from drivetrain.plan.tune import Measurement, Tuned, plainest
+from drivetrain.plan.rules import DataPath
+from drivetrain.plan.tune import IN_WORDS, Measurement, Tuned, plainest
 from drivetrain.run.model_factory import has_convolutions
 from drivetrain.run.session import Session
 from drivetrain.strategies.sharding import ROOT, forecast_local, layout_of

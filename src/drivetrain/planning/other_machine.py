@@ -1,6 +1,6 @@
 """Plans for a machine that is not here: by the rules, the memory of a simulated step, and a forecast of its time.
 
-The time of a step is that of one GPU, scaled by the model of `plan/scaling.py`. It comes from a step that was measured
+The time of a step is that of one GPU, scaled by the model of `plan/forecast.py`. It comes from a step that was measured
 on a GPU here, from a run that is recorded, or, where there is neither, from FLOPs that are counted on shapes and an
 assumed part of the data sheet's rate. Each figure is computed three times: as expected, at best and at worst.
 """
@@ -23,8 +23,8 @@ from drivetrain.hardware.facts import Gpu
 from drivetrain.job import Job
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
 from drivetrain.plan.fitting import MemoryLayout, Needs, does_not_fit, first_that_fits, layouts
+from drivetrain.plan.forecast import Basis, Interconnect, Pace, StepCost, StepWork, TimeForecast, scaling, step_time
 from drivetrain.plan.plan import Forecast, Plan
-from drivetrain.plan.scaling import Basis, Interconnect, Pace, StepCost, StepWork, TimeForecast, scaling, step_time
 from drivetrain.report.run_data import RunData
 from drivetrain.run.job_settings import of_asked_length, refuse_other_batch
 from drivetrain.run.memory import needs_of

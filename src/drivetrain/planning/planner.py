@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.fp8 import RECIPES, fits
 from drivetrain.core.log import notice
+from drivetrain.core.precision import RECIPES, fits_fp8
 from drivetrain.core.processes import SetAside
 from drivetrain.core.value import FP8_CAPABILITY, Fp8Recipe
 from drivetrain.data.batch import leaves
@@ -30,26 +30,26 @@ from drivetrain.data.division import Division
 from drivetrain.hardware import cache_folder
 from drivetrain.job import Job
 from drivetrain.plan import Choice
-from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.knobs import BY_FIELD, CompileScope, Others, StepWay, others_of
 from drivetrain.plan.plan import PlanCache, PlannedRun, Repeated, key_of_facts
-from drivetrain.plan.repeat import Repeatability, find_repeatable
+from drivetrain.plan.rules import DataPath
 from drivetrain.plan.tune import (
     MOST_SECONDS,
     STEPS_TO_COMPARE,
     DoesNotFitError,
     Measurement,
+    Repeatability,
     Scope,
     Tried,
     Tuned,
     UnusableError,
+    find_repeatable,
     tune,
 )
-from drivetrain.planning.batch_size import with_micro_batch
 from drivetrain.planning.description import described, facts_of
 from drivetrain.planning.probe import Journal, StepProbe, measured_data_path
 from drivetrain.planning.repeat import RepeatProbe
-from drivetrain.planning.sharded_probe import TRIED, ShardedProbe, why_not_tried
+from drivetrain.planning.trials import TRIED, ShardedProbe, why_not_tried, with_micro_batch
 from drivetrain.run.assemble import make_loader, takes_any_number
 from drivetrain.run.memory import explained
 from drivetrain.run.model_factory import has_convolutions
@@ -453,7 +453,7 @@ def _why_no_fp8(run: Session, model: nn.Module, way: StepWay) -> str:
     if run.job.turns or way.repeat == "strict" or run.shards:
         return "the loss of such steps is not compared"
     layers = (layer for block in repeated_blocks(model).values() for layer in block.modules())
-    return "" if any(map(fits, layers)) else "no layer is large enough"
+    return "" if any(map(fits_fp8, layers)) else "no layer is large enough"
 
 
 def _repeatable(

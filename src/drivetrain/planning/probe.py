@@ -28,9 +28,8 @@ from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept, is_out_of_memory, untouched
-from drivetrain.core.logged import logging_loss
-from drivetrain.core.metrics import LossSum
-from drivetrain.core.optims import Turn
+from drivetrain.core.metrics import LossSum, logging_loss
+from drivetrain.core.optimizers import Turn
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.run_folder import read_rows
 from drivetrain.core.schedules import is_factor
@@ -39,14 +38,13 @@ from drivetrain.data.batch import leaves, to_device
 from drivetrain.data.division import Division
 from drivetrain.data.keyed_items import Columns
 from drivetrain.data.loader import Loader
-from drivetrain.data.resident import num_bytes_in_memory
-from drivetrain.data.resident_copy import probed
+from drivetrain.data.resident import num_bytes_in_memory, probed
 from drivetrain.job import Job
 from drivetrain.loop import CapturedStep, CudaRecorder, MicroInput, make_capturable, own_stream, why_not_captured
 from drivetrain.plan import Choice
-from drivetrain.plan.data_path import DataFigures, DataPath, choose_data_path, workers_worth
+from drivetrain.plan.fitting import count_held
 from drivetrain.plan.knobs import CompileScope, StepWay
-from drivetrain.plan.simulate import count_held
+from drivetrain.plan.rules import DataFigures, DataPath, choose_data_path, workers_worth
 from drivetrain.plan.tune import Measurement
 from drivetrain.run.memory import CudaPeakMeter, NoPeakMeter
 from drivetrain.run.session import Session, switches_of

@@ -32,11 +32,10 @@ from drivetrain.core.world import World, synchronize
 from drivetrain.data.division import Division
 from drivetrain.loop.read_back import Reading
 from drivetrain.plan.knobs import StepWay
-from drivetrain.plan.repeat import Bits, RepeatTrial
+from drivetrain.plan.tune import Bits, RepeatTrial
 from drivetrain.run.assemble import assemble, make_loader, make_stepper, trial_of
-from drivetrain.run.command_context import target_to_rerun
 from drivetrain.run.model_factory import prepare_model
-from drivetrain.run.session import Session
+from drivetrain.run.session import Session, target_to_rerun
 from drivetrain.strategies import SingleStrategy
 from drivetrain.strategies.loss_parts import LossParts
 
@@ -45,7 +44,7 @@ ROUNDS, ROUND_SECONDS, MOST_STEPS = 7, 0.15, 50
 FEWER_ROUNDS = 3  # where a step takes longer than a round: such steps vary little
 _CHUNK = 1 << 22
 _ODD = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
-CHILD = "drivetrain.commands.repeat_child"
+CHILD = "drivetrain.commands.in_process"
 LONGEST_SECONDS = 600.0  # that a process may take for one answer
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
@@ -237,7 +236,7 @@ class Child:
 
 
 class RepeatProbe:
-    """Provides `here`, `elsewhere` and `cost_of` for `plan.repeat`."""
+    """Provides `here`, `elsewhere` and `cost_of` for `plan.tune`."""
 
     def __init__(self, run: Session, model: nn.Module, micro_batch: int) -> None:
         """Prepare the probe. With `micro_batch` samples, the steps of another process fit beside what is held here."""

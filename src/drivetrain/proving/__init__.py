@@ -1,9 +1,8 @@
 """Proves on the user's own job that a trainer computes what a plain loop computes, repeats, and resumes exactly."""
 
 from drivetrain.proving.case import Case, Subject, Trainer
-from drivetrain.proving.certificate import Certificate, Check
 from drivetrain.proving.checks import FULL, Extent, prove_subject
-from drivetrain.proving.classify import Classification, Kind
+from drivetrain.proving.classify import Certificate, Check, Classification, Kind
 from drivetrain.proving.recorder import Recorder
 
 __all__ = [

@@ -9,23 +9,33 @@ from typing import Any
 
 import torch
 
-from drivetrain.core.batch_sizes import in_words
+from drivetrain.core.aims import in_words
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.job import Job
 from drivetrain.proving import reference
-from drivetrain.proving.case import Case, Subject, clip_norms_of
-from drivetrain.proving.certificate import Certificate, Check, Status
+from drivetrain.proving.case import PLATEAU_NOTE, Case, Subject, clip_norms_of, without_plateaus
 from drivetrain.proving.classify import (
+    Certificate,
+    Check,
     Classification,
     Kind,
+    Status,
 )
 from drivetrain.proving.compare import (
     Floor,
     weight_difference,
 )
-from drivetrain.proving.comparison import WEIGHTS, Comparison, first_line
+from drivetrain.proving.comparison import (
+    WEIGHTS,
+    Comparison,
+    continued_from,
+    first_line,
+    judge_items,
+    judge_repeat,
+    judge_resume,
+    judge_same_weights,
+)
 from drivetrain.proving.processes import Workplace
-from drivetrain.proving.rates import PLATEAU_NOTE, without_plateaus
 from drivetrain.proving.recorder import Kill, Trace
 from drivetrain.proving.reference import (
     Bug,
@@ -33,7 +43,6 @@ from drivetrain.proving.reference import (
     ReferenceOutcome,
     undivided,
 )
-from drivetrain.proving.resuming import continued_from, judge_items, judge_repeat, judge_resume, judge_same_weights
 
 REPEATS, RESUMES, ITEMS = "repeats", "resumes", "items"
 MOST_KEPT = 300_000  # parameters of models whose gradients are kept of every step

@@ -25,9 +25,9 @@ from drivetrain.core.launchers import find_place
 from drivetrain.core.run_folder import CERTIFICATE
 from drivetrain.job import Job
 from drivetrain.proving.case import Case, Subject, Trainer
-from drivetrain.proving.certificate import Certificate
 from drivetrain.proving.checks import FULL, Extent, Say, prove_subject
-from drivetrain.run.optimizer_settings import with_optimizer_settings
+from drivetrain.proving.classify import Certificate
+from drivetrain.run.job_settings import with_optimizer_settings
 
 NEVER = 10**9  # steps between calls of a hook that is only asked before the first step
 

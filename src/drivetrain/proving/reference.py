@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 
 from drivetrain.core.isolation import frozen_to_copy
 from drivetrain.core.precision import as_real
-from drivetrain.moe.layer.mixture import Settlement, auxiliary_loss
+from drivetrain.moe.mixture import Settlement, auxiliary_loss
 from drivetrain.proving.case import (
     Case,
+    RateTable,
     build_model,
     decay_of,
     loss_of,
@@ -43,7 +44,6 @@ from drivetrain.proving.loss import (
     turn_dropout_off,
     weighted_sum,
 )
-from drivetrain.proving.rates import RateTable
 
 MOST_RATES = 4096  # steps whose rates are tabled
 Division = Sequence[Sequence[Sequence[int]]]  # of one step: of each rank, the samples of its micro-batches

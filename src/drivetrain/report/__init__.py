@@ -6,14 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from drivetrain.core.log import on_one_line
 from drivetrain.core.run_folder import write_atomically
-from drivetrain.core.safe_text import on_one_line
-from drivetrain.report.experts import draw_activations, draw_devices, draw_lifecycle
 from drivetrain.report.graph_picture import draw_knowledge, draw_places
 from drivetrain.report.page import page
-from drivetrain.report.picture import draw
-from drivetrain.report.run_data import RunData
-from drivetrain.report.summary import summary
+from drivetrain.report.picture import draw, draw_activations, draw_devices, draw_lifecycle
+from drivetrain.report.run_data import RunData, summary
 
 __all__ = ["PICTURES", "RunData", "draw", "summary", "write_report"]
 

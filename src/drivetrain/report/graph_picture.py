@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.run_folder import as_row
-from drivetrain.moe.knowledge.graph import Edge, KnowledgeGraph, Node, Relation
+from drivetrain.moe.graph import Edge, KnowledgeGraph, Node, Relation
 from drivetrain.report.picture import FAINT, GRID, INK, canvas
 from drivetrain.report.run_data import Row, RunData
 

@@ -1,9 +1,16 @@
 """One run on one rank, for every kind of training loop: its setup, and the records that are written about it."""
 
-from drivetrain.run.command_context import configured, done_instead, last_one_finished, note_end, num_trained
 from drivetrain.run.model_factory import take_weights, write_down
-from drivetrain.run.recorder import (
+from drivetrain.run.result import (
+    Best,
+    Result,
+    Which,
+    best_of,
+    best_or_last,
+    checkpoint_of,
     draws_always,
+    folder_of,
+    load_whole,
     open_recorder,
     tell_batch_size,
     tell_capture,
@@ -17,9 +24,8 @@ from drivetrain.run.recorder import (
     tell_sharding,
     tell_strategy,
 )
-from drivetrain.run.result import Best, Result, Which, best_of, best_or_last, checkpoint_of, folder_of, load_whole
 from drivetrain.run.saver import CHECKPOINTS, CheckpointSaver, State, falls_back, make_checkpointer, make_schedule
-from drivetrain.run.session import SOURCE, Session
+from drivetrain.run.session import SOURCE, Session, configured, done_instead, last_one_finished, note_end, num_trained
 
 __all__ = [
     "CHECKPOINTS",

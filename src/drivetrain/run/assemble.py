@@ -22,8 +22,8 @@ from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.goodput import start_marks
 from drivetrain.core.hook import StepContext, settlement_of
 from drivetrain.core.isolation import buffers_kept, is_out_of_memory, model_kept, untouched
-from drivetrain.core.logged import logging_loss
-from drivetrain.core.optims import LossByTurn, Turn
+from drivetrain.core.metrics import logging_loss
+from drivetrain.core.optimizers import LossByTurn, Turn
 from drivetrain.core.run_folder import read_fork
 from drivetrain.core.state import ParameterWatch
 from drivetrain.core.value import format_count
@@ -35,18 +35,15 @@ from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Columns, Draws, what_dra
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.data.source import Source, source_of
 from drivetrain.loop import CapturedStepper, Stepper, make_capturable, why_not_captured
-from drivetrain.loop.batch_norm import BatchNormPass
 from drivetrain.loop.rates import Rates, rates_of
-from drivetrain.loop.validation import Validation, Validator
-from drivetrain.monitor.phases import NoClock, PhaseClock
-from drivetrain.monitor.profiler import count_apart, counted
-from drivetrain.plan.data_path import DataPath
+from drivetrain.loop.validation import BatchNormPass, Validation, Validator
+from drivetrain.monitor.phases import NoClock, PhaseClock, count_apart, counted
+from drivetrain.plan.rules import DataPath
 from drivetrain.run.model_factory import Prepared, called_loss_of, couples_samples, take_weights
 from drivetrain.run.session import Session
 from drivetrain.strategies import Average, RunningMean, SingleStrategy, Strategy, StrategyParts, Trial, make_average
 from drivetrain.strategies.base import LossFunction, ObjectiveCall
-from drivetrain.strategies.loss_parts import LossParts
-from drivetrain.strategies.step_log import StepLog
+from drivetrain.strategies.loss_parts import LossParts, StepLog
 from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn
 
 ENOUGH_TO_COMPILE = 500  # full batches that a run validates: then it compiles their forward as well

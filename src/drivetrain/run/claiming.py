@@ -1,29 +1,143 @@
-"""Claims the folder of a run, and notes in its events that a start has begun, and why it did not come to a step."""
+"""The folder of a run: claimed at its start, made for a longer run, or begun with a checkpoint of another one."""
 
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drivetrain.checkpoint.files import steps_in
+from drivetrain.checkpoint.files import shared_in, step_name, steps_in
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.goodput import stamp
 from drivetrain.core.log import notice
 from drivetrain.core.run_folder import (
     CHECKPOINTS,
+    FORK,
     Extension,
+    Fork,
     JsonLines,
     RunFolder,
     has_steps,
     read_extensions,
     read_job,
+    write_atomically,
+    yaml_text,
 )
+from drivetrain.core.schedules import FactorSchedule, is_factor
 from drivetrain.job import Job
-from drivetrain.run.extending import settle_extension
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Makes a run longer than it was begun: `--extend`, with the learning rate as `--extend-schedule` says.
+#
+# A schedule that does not depend on the number of steps goes on by itself: the run is then the one that would have come
+# of the longer job, to the bit. For any other, the steps done had a learning rate that the longer job would not have
+# given them, and how to go on is the user's decision.
+
+WAYS = {
+    "floor": "keeps the rate at which the schedule ended",
+    "stretch": "follows the schedule of the longer job from here on",
+    "rewarm": "begins the schedule again for the steps that are added",
+}
+_MOST_COMPARED = 1000  # steps: those of a long run are compared at equal distances
+
+
+@dataclass(frozen=True)
+class ExtendedSchedule:
+    """The factor of the learning rate over a run that was made longer, once or several times."""
+
+    base: Any  # a schedule with `factor(step, num_steps)`
+    extensions: tuple[Extension, ...]
+
+    def __call__(self, step: int) -> float:
+        return self._factor(step, len(self.extensions))
+
+    def at_seam(self, step: int) -> tuple[float, float]:
+        """Return the factors of the last of `step` steps that were done before the last extension, and of the next."""
+        return self._factor(step - 1, len(self.extensions) - 1), self(step)
+
+    def _factor(self, step: int, number: int) -> float:
+        """Return the factor by the first `number` extensions."""
+        if number == 0:
+            return float(self.base.factor(step, self.extensions[0].before))
+        last = self.extensions[number - 1]
+        before, after = last.before or 0, last.after or 0
+        if last.schedule in ("", "stretch"):
+            return float(self.base.factor(step, after))
+        if step < before:
+            return self._factor(step, number - 1)
+        if last.schedule == "floor":
+            return self._factor(before, number - 1)
+        return float(self.base.factor(step - before, after - before))
+
+
+def depends_on_length(job: Job, extension: Extension) -> bool:
+    """Return whether the longer job has another learning rate in a step that the shorter one has, too."""
+    if job.optims:
+        return any(depends_on_length(job.with_one(name), extension) for name in job.optims)
+    before, after = extension.before, extension.after
+    if before is None or after is None or not is_factor(job.schedule):
+        return False  # a torch scheduler is not told the number of steps, nor is a plateau
+    return any(
+        job.lr_factor(step, before) != job.lr_factor(step, after)
+        for step in {*range(0, before, max(1, before // _MOST_COMPARED)), before - 1}
+    )
+
+
+def settle_extension(job: Job, earlier: Sequence[Extension], new: Extension, way: str | None) -> Extension:
+    """Return the extension with how its learning rate goes on; raise where that has to be asked for.
+
+    Args:
+        job: The longer job, with its own schedule.
+        earlier: How the run was made longer before.
+        new: How it is made longer now.
+        way: One of `WAYS`, where the user chose.
+    """
+    if not depends_on_length(job, new) and not any(it.schedule for it in earlier):
+        return new
+    if way is None:
+        raise DrivetrainError(
+            f"the schedule ({job.identity()['schedule']}) depends on the number of steps, {new.before} until now and "
+            f"{new.after} with --extend: what the learning rate does is not known",
+            remedy="add --extend-schedule: " + "; ".join(f"{name} {words}" for name, words in WAYS.items()),
+        )
+    settled = replace(new, schedule=way)
+    if way == "floor" and not any(
+        ExtendedSchedule(schedule, (*earlier, settled))(new.before or 0) for schedule in _factors_of(job)
+    ):
+        raise DrivetrainError(
+            "the schedule ends with a learning rate of 0, and --extend-schedule floor would keep it: it learns nothing",
+            remedy="--extend-schedule stretch or rewarm; or a schedule with a floor in a new run",
+        )
+    return settled
+
+
+def extended(job: Job, extensions: Sequence[Extension]) -> Job:
+    """Return the job with the learning rate of a run that was made longer."""
+    if not any(it.schedule for it in extensions):
+        return job
+
+    def longer(schedule: Any) -> Any:
+        return ExtendedSchedule(schedule, tuple(extensions)) if isinstance(schedule, FactorSchedule) else schedule
+
+    optimizer: Any = job.optimizer
+    if job.optims:
+        optimizer = {name: replace(optim, schedule=longer(optim.schedule)) for name, optim in job.optims.items()}
+    return replace(job, schedule=longer(job.schedule), optimizer=optimizer)
+
+
+def _factors_of(job: Job) -> list[FactorSchedule]:
+    """Return the schedules that are a factor of the step: the job's, or those of its optimizers."""
+    schedules = [job.settled_optim(name).schedule for name in job.optims] or [job.schedule]
+    return [schedule for schedule in schedules if isinstance(schedule, FactorSchedule)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Claims the folder of a run, and notes in its events that a start has begun, and why it did not come to a step.
 
 REQUEUES = "requeues.json"
 REQUEUES_AT_MOST = 3
@@ -109,3 +223,58 @@ def _append(path: Path, row: dict[str, Any]) -> None:
         log = JsonLines(path / "events.jsonl")
         log.append(row)
         log.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Forks a run: a new folder that begins with a checkpoint of another run, and its records up to there.
+#
+# Trained without a change, a fork does the steps that the other run did, to the bit. A job that differs may take it:
+# with another learning rate, for instance, its optimizer has the new one and the moments of before.
+
+RECORDS = ("steps.jsonl", "metrics.jsonl", "speed.jsonl", "gpu.jsonl")
+
+
+def fork_run(source: Path, target: Path, step: int | None = None) -> int:
+    """Make the folder of a run that goes on from a checkpoint of another one, and return the step.
+
+    Files of checkpoints are linked, not copied, where the file system can: they are never changed.
+
+    Args:
+        source: The folder of the run that has the checkpoint.
+        target: The folder to make.
+        step: The step of the checkpoint. Default: the newest.
+    """
+    there = steps_in(source / CHECKPOINTS) if (source / CHECKPOINTS).is_dir() else []
+    if not there or (step is not None and step not in there):
+        known = f"it has those of steps {', '.join(map(str, sorted(there)))}" if there else "it has none"
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise DrivetrainError(f"{source} has {wanted} to fork from", remedy=f"{known}; train it first, or name another")
+    if target.exists():
+        raise DrivetrainError(f"{target} is there already", remedy="choose another name for the fork")
+    step = max(there) if step is None else step
+    draft = target.with_name(f".{target.name}.fork")  # a crash leaves no half of a fork under its name
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(mode=0o700, parents=True)
+    checkpoints = source / CHECKPOINTS
+    for name in (*(step_name(number) for number in there if number <= step), *shared_in(checkpoints)):
+        shutil.copytree(checkpoints / name, draft / CHECKPOINTS / name, copy_function=_link)
+    for name in RECORDS:
+        if (source / name).exists():
+            shutil.copyfile(source / name, draft / name)
+            log = JsonLines(draft / name)
+            log.keep_up_to(step)
+            log.close()
+    events = JsonLines(draft / "events.jsonl")
+    events.append({"event": "fork", "words": f"from step {step} of {source}", "step": step})
+    events.close()
+    write_atomically(draft / "job.yaml", yaml_text(read_job(source)))
+    write_atomically(draft / FORK, json.dumps(Fork(str(source), step)._asdict()) + "\n")
+    draft.rename(target)
+    return step
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copyfile(source, target)

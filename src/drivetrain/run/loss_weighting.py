@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept, untouched
-from drivetrain.core.optims import chosen_parameters, only_training
+from drivetrain.core.optimizers import chosen_parameters, only_training
 from drivetrain.core.world import World
 from drivetrain.data.batch import IGNORE_INDEX, MicroBatch, candidates
 from drivetrain.data.division import Place, SampleStream
@@ -29,7 +29,7 @@ from drivetrain.plan.loss_weighting import Finding, Weighting, weighting_of
 from drivetrain.run.loss_probe import Parts, ProbedLoss, part_bounds, probe_loss
 from drivetrain.run.model_factory import couples_samples
 from drivetrain.run.session import Session
-from drivetrain.strategies.kinds.data_parallel import part_of
+from drivetrain.strategies.single import part_of
 
 FEWEST_SAMPLES, MOST_SAMPLES = 10, 16
 FEWEST_CUT = 4  # samples of a batch that can only be cut, not made anew

@@ -23,16 +23,15 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint import CheckpointError, Weights, WeightsTaken, load_weights, read_weights
 from drivetrain.config import Config
-from drivetrain.core.arguments import returned
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import DrivetrainError, returned
 from drivetrain.core.log import notice
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.value import format_bytes
 from drivetrain.core.world import World
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.monitor.recorder import NoRunRecorder
+from drivetrain.plan.fitting import num_bytes
 from drivetrain.plan.knobs import StepWay
-from drivetrain.plan.simulate import num_bytes
 from drivetrain.run.job_settings import strategy_for
 from drivetrain.run.memory import explained
 from drivetrain.run.session import Session

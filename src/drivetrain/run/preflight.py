@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.config import Config
-from drivetrain.core.code_version import code_version
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.launchers import code_version
 from drivetrain.core.value import GIB
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import KeyedItems

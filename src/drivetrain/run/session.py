@@ -1,4 +1,4 @@
-"""A run on one rank: its world and devices, its settled job, its folder, and the plan it follows."""
+"""A run on one rank: how it was started, its world and devices, its settled job, its folder, the plan it follows."""
 
 import copy
 import json
@@ -6,9 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Self, TypedDict
+from typing import Any, NoReturn, Self, TypedDict
 
 import torch
 from torch import nn
@@ -16,13 +17,13 @@ from torch import nn
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.launchers import is_restart, supervision
-from drivetrain.core.log import notice
-from drivetrain.core.optims import Turn
+from drivetrain.core.launchers import ProcessPlace, is_restart, supervision
+from drivetrain.core.log import notice, redacted_words
+from drivetrain.core.optimizers import Turn
+from drivetrain.core.plugins import strategy_facts
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.processes import refuse_while_importing
 from drivetrain.core.run_folder import Extension, RunFolder
-from drivetrain.core.safe_text import redacted_words
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
@@ -30,23 +31,14 @@ from drivetrain.hardware import DeviceManager, Hardware, assert_on_device, detec
 from drivetrain.job import Job
 from drivetrain.loop import own_stream
 from drivetrain.plan import Choice, Pins, choose_settings
-from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.knobs import Asked, StepWay, pinned_fields, way_by_rule
 from drivetrain.plan.loss_weighting import LossRule, Weighting
 from drivetrain.plan.plan import PlannedRun
-from drivetrain.run.claiming import claim_folder, note_failure
-from drivetrain.run.command_context import (
-    count_run,
-    given_on_command_line,
-    obey_launcher,
-    share_workers,
-    target_of_run,
-    unused_gpus,
-)
-from drivetrain.run.extending import extended
+from drivetrain.plan.rules import DataPath
+from drivetrain.run.claiming import claim_folder, extended, note_failure
 from drivetrain.run.job_settings import debugged, given_strategy, refuse_strategy, settled_job
+from drivetrain.run.memory import Residency
 from drivetrain.run.preflight import Preflight, run_preflight
-from drivetrain.run.residency import Residency
 from drivetrain.strategies import (
     Description,
     Sharded,
@@ -58,8 +50,144 @@ from drivetrain.strategies import (
 )
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import num_graphs
-from drivetrain.strategies.loss_parts import LossParts
-from drivetrain.strategies.step_log import StepLog
+from drivetrain.strategies.loss_parts import LossParts, StepLog
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Knows how this process was started: the command with its configuration and target, and the launcher.
+
+Instead = Callable[[Job], NoReturn]
+
+_command_line: ContextVar[Config | None] = ContextVar("command_line", default=None)
+_target: ContextVar[str] = ContextVar("target", default="")
+_instead: ContextVar[Instead | None] = ContextVar("instead", default=None)
+_runs = [0]
+_ended = [True]
+_PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
+
+
+@contextmanager
+def configured(config: Config, target: str = "", instead: Instead | None = None) -> Iterator[None]:
+    """Use this configuration for everything trained inside that is not given another one.
+
+    `target` is what the command line named, kept in the run folder so that the job can be found again. With `instead`,
+    `train` calls that with the job, and trains nothing.
+    """
+    tokens = _command_line.set(config), _target.set(target), _instead.set(instead)
+    try:
+        yield
+    finally:
+        _command_line.reset(tokens[0])
+        _target.reset(tokens[1])
+        _instead.reset(tokens[2])
+
+
+def given_on_command_line() -> Config | None:
+    """Return the configuration of the command that runs this script; None under plain `python`."""
+    return _command_line.get()
+
+
+def done_instead(job: Job) -> None:
+    """Do what the command line wants done with a job instead of training it, if anything; it does not return then."""
+    action = _instead.get()
+    if action is not None:
+        action(job)
+
+
+def target_of_run() -> str:
+    """Return the source of the job: what the command line named, or the script that is running; empty in a notebook."""
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    return _target.get() or (str(Path(script).absolute()) if script.endswith(".py") else "")
+
+
+def target_to_rerun() -> str:
+    """Return what a fresh process can run to get the job that is being trained; empty where there is no such thing.
+
+    A script is run up to its first `dt.train`: a later one cannot be reached. The module of `python -m` is not known.
+    """
+    main = sys.modules["__main__"]
+    if num_trained() != 1 or (not _target.get() and getattr(main, "__spec__", None) is not None):
+        return ""
+    return target_of_run()
+
+
+def note_end(finished: bool) -> None:
+    """Record how the last run of this process ended; the caller that ran a script asks for it."""
+    _ended[0] = finished
+    supervision.tell("end", finished=finished)
+
+
+def last_one_finished() -> bool:
+    return _ended[0]
+
+
+def count_run() -> None:
+    """Count a call of `train` or `drive` in this process."""
+    _runs[0] += 1
+
+
+def num_trained() -> int:
+    """Return how often `train` or `drive` was called in this process."""
+    return _runs[0]
+
+
+def obey_launcher(config: Config, place: ProcessPlace) -> tuple[Config, list[str]]:
+    """Return the configuration with `accelerate launch`'s settings, where nothing else was set; and what to report."""
+    told = dict(place.settings)
+    changes: dict[str, dict[str, Any]] = {}
+    notes: list[str] = []
+
+    def settle(section: str, field: str, value: Any, own: Any, is_free: bool, spelled: str) -> None:
+        if is_free:
+            changes.setdefault(section, {})[field] = value
+            notes.append(f"{spelled} of accelerate launch is obeyed")
+        elif own != value:
+            notes.append(f"{spelled} of accelerate launch is not obeyed: {section}.{field} is {own} here")
+
+    wished = told.get("ACCELERATE_MIXED_PRECISION", "no")
+    if wished in _PRECISIONS:  # `no` is also the default
+        is_free = config.precision.dtype == "auto" and config.precision.mixed is None
+        own = "fp32" if config.precision.mixed is False else config.precision.dtype
+        settle("precision", "dtype", _PRECISIONS[wished], own, is_free, f"mixed precision {wished}")
+    elif wished != "no":
+        notes.append(f"mixed precision {wished} of accelerate launch is not known here: see --precision")
+    steps = told.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps.isdecimal() and int(steps) > 1:
+        own_steps = config.batch.accumulation
+        settle("batch", "accumulation", int(steps), own_steps, own_steps is None, f"accumulation over {steps} steps")
+    if told.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes"):
+        own_mode = config.device.mode
+        is_free = own_mode == "auto" and config.device.device == "auto"
+        settle("device", "mode", "cpu", own_mode, is_free, "use of the CPU")
+    if not changes:
+        return config, notes
+    sections = {name: getattr(config, name).model_copy(update=fields) for name, fields in changes.items()}
+    return config.model_copy(update=sections), notes
+
+
+def share_workers(config: Config, place: ProcessPlace) -> Config:
+    """Return the configuration with this process's share of the loader processes that a machine may have in all."""
+    total = config.data.total_workers
+    if total is None or config.data.num_workers >= 0:
+        return config
+    own = total // place.local_size + (place.local_rank < total % place.local_size)
+    return config.model_copy(update={"data": config.data.model_copy(update={"num_workers": own})})
+
+
+def unused_gpus(place: ProcessPlace, devices: Sequence[torch.device], strategy: str, target: str) -> str:
+    """Return the hint for one process that was started without a launcher beside several GPUs; empty elsewhere."""
+    if (
+        place.size > 1
+        or place.launcher == "drivetrain"
+        or len(devices) < 2
+        or strategy_facts(strategy).processes == "one"
+    ):
+        return ""
+    command = f"drivetrain launch {target}" if target.endswith(".py") else f"drivetrain train {target or 'TARGET'}"
+    return f"{len(devices)} GPUs are here, and one process uses one: {devices[0]}. To use all: {command}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run on one rank: its world and devices, its settled job, its folder, and the plan it follows.
 
 SOURCE = "source.json"
 

@@ -2,15 +2,14 @@
 
 from drivetrain.core.plugins import Conflict
 from drivetrain.strategies.base import Objective, Strategy, StrategyParts, Trial
-from drivetrain.strategies.ema import Average, RunningMean, make_average
-from drivetrain.strategies.kinds.data_parallel import DataParallelStrategy
-from drivetrain.strategies.kinds.ddp import DdpOptions, DdpStrategy
-from drivetrain.strategies.kinds.deepspeed import DeepSpeedStrategy
-from drivetrain.strategies.kinds.expert_parallel import ExpertParallelStrategy, ShardedExpertParallelStrategy
-from drivetrain.strategies.kinds.fsdp import FsdpStrategy
-from drivetrain.strategies.kinds.single import SingleStrategy
+from drivetrain.strategies.ddp import DdpOptions, DdpStrategy
+from drivetrain.strategies.deepspeed import DeepSpeedStrategy
+from drivetrain.strategies.expert_parallel import ExpertParallelStrategy, ShardedExpertParallelStrategy
+from drivetrain.strategies.fsdp import FsdpStrategy
+from drivetrain.strategies.optimizer_state import Average, RunningMean, make_average
 from drivetrain.strategies.sharding import Sharded, ShardOptions
 from drivetrain.strategies.shared_experts import SharedExperts
+from drivetrain.strategies.single import DataParallelStrategy, SingleStrategy
 from drivetrain.strategies.spec import Description, StrategyContext, StrategySpec, strategy_spec
 
 __all__ = [

@@ -15,23 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.core.arguments import returned
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import DrivetrainError, returned
 from drivetrain.core.hook import StepSettlement, settlement_of
 from drivetrain.core.isolation import is_out_of_memory, model_kept, uncounted
-from drivetrain.core.logged import Logged
-from drivetrain.core.metrics import LossSum, NamedLosses, UndividedLoss
+from drivetrain.core.metrics import SKIPPED_IF_BAD, Logged, LossSum, NamedLosses, StepOutcome, UndividedLoss
 from drivetrain.core.optimizers import JointOptimizer, closure_error
-from drivetrain.core.precision import FP32_ON_CPU, Precision
-from drivetrain.core.records import SKIPPED_IF_BAD, StepOutcome
+from drivetrain.core.precision import FP32_ON_CPU, Precision, widened
 from drivetrain.core.state import Shard, TensorSource, is_distributed
-from drivetrain.core.widths import widened
 from drivetrain.data.batch import described
-from drivetrain.strategies.ema import Average
 from drivetrain.strategies.layers import offload
-from drivetrain.strategies.loss_parts import LossParts
-from drivetrain.strategies.optimizer_state import plain_attributes, plain_settings
-from drivetrain.strategies.step_log import StepLog
+from drivetrain.strategies.loss_parts import LossParts, StepLog
+from drivetrain.strategies.optimizer_state import Average, plain_attributes, plain_settings
 
 LossFunction = Callable[[Any, Any], Tensor | LossSum | UndividedLoss | NamedLosses]
 ObjectiveCall = Callable[[Any, int, int, int], Tensor]

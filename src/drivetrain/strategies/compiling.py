@@ -19,7 +19,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import supervision
-from drivetrain.core.logged import logging_loss
+from drivetrain.core.metrics import logging_loss
 from drivetrain.data.batch import leaves, map_tensors
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.strategies.base import LossFunction

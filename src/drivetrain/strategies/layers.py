@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain.core.fp8 import compute_in_fp8
+from drivetrain.core.precision import compute_in_fp8
 from drivetrain.core.value import Fp8Recipe
 
 

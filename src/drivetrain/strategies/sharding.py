@@ -27,8 +27,8 @@ from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed, local_part, offsets_of, put_value
 from drivetrain.core.value import format_bytes
 from drivetrain.core.world import World
-from drivetrain.moe.layer.mixture import mixtures_in
-from drivetrain.plan.simulate import Held, forecast_held, without_memory
+from drivetrain.moe.mixture import mixtures_in
+from drivetrain.plan.fitting import Held, forecast_held, without_memory
 from drivetrain.strategies.compiling import compile_forward
 from drivetrain.strategies.layers import repeated_blocks
 from drivetrain.strategies.shared_experts import SharedExperts

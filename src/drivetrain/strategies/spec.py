@@ -91,7 +91,7 @@ def strategy_spec(name: str) -> StrategySpec:
     """Import a strategy and return its spec.
 
     Args:
-        name: a file of `strategies/kinds`, an entry point of the group `drivetrain.strategies`, or
+        name: the name of one of `strategies`, an entry point of the group `drivetrain.strategies`, or
             `package.module:SPEC`, where the module may also be in the current folder.
     """
     spec = STRATEGIES.load(name)

@@ -16,17 +16,14 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import NoSettlement
-from drivetrain.core.logged import LoggedValues
-from drivetrain.core.optimizers import JointOptimizer
-from drivetrain.core.optims import Turn, chosen_parameters, only_training
-from drivetrain.core.records import PartLoss, PartReader, PartTotals, StepOutcome
+from drivetrain.core.metrics import LoggedValues, PartLoss, PartReader, PartTotals, StepOutcome
+from drivetrain.core.optimizers import JointOptimizer, Turn, chosen_parameters, only_training
+from drivetrain.core.precision import widened
 from drivetrain.core.state import Shard, TensorSource
-from drivetrain.core.widths import widened
 from drivetrain.data.batch import leaves
 from drivetrain.job import Job
 from drivetrain.strategies.base import Clip, LossFunction, ObjectiveCall, Strategy, StrategyParts, Trial
-from drivetrain.strategies.loss_parts import LossParts
-from drivetrain.strategies.step_log import StepLog
+from drivetrain.strategies.loss_parts import LossParts, StepLog
 
 
 @dataclass(frozen=True)

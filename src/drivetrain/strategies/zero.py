@@ -23,8 +23,7 @@ from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.state import Shard, TensorSource
 from drivetrain.strategies.base import StrategyParts
-from drivetrain.strategies.ema import AVERAGE
-from drivetrain.strategies.optimizer_state import Decoder, Encoder, cannot_save
+from drivetrain.strategies.optimizer_state import AVERAGE, Decoder, Encoder, cannot_save
 from drivetrain.strategies.replicated import (
     MODEL,
     OPTIMIZER,

@@ -1,1 +1,0 @@
-"""What each expert knows: profiles, the knowledge graph and its files."""

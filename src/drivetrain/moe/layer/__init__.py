@@ -1,1 +1,0 @@
-"""The mixture layer: router, experts, dispatch and load balancing."""

@@ -1,1 +1,0 @@
-"""How experts come and go: growth, merging, pruning and sleep."""

@@ -1,1 +1,0 @@
-"""One module for each tracker, named as it is; each has `prepare` (`monitor/tracking.py`)."""

@@ -1,0 +1,150 @@
+"""DistributedDataParallel: every rank holds a whole copy, gradients are all-reduced while backward runs.
+
+Loss sum, count and stop request travel with the gradients: they are the gradient of one small parameter that takes part
+in every forward at value zero. So a step has no extra collective, and no extra wait.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from drivetrain.core.metrics import StepOutcome
+from drivetrain.core.state import Shard, TensorSource
+from drivetrain.core.world import World
+from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Together, Trial, rescaling, try_out
+from drivetrain.strategies.replicated import load_whole_state, whole_state
+from drivetrain.strategies.spec import StrategyContext, StrategySpec
+
+
+@dataclass(frozen=True)
+class DdpOptions:
+    """The options of torch's DDP, with its defaults, except that gradients are views of the buckets: one copy less."""
+
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float | None = None
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+
+
+class _CarryingObjective(Objective):
+    """An objective whose gradient also carries loss sum, count and stop flag of this rank."""
+
+    def __init__(self, parts: StrategyParts, world: World) -> None:
+        super().__init__(parts, scale=float(world.size))  # DDP averages over ranks; a step is a sum
+        # float64: counts stay exact, and sums are as good as the losses they are made of.
+        self.carrier = nn.Parameter(torch.zeros(3, dtype=torch.float64, device=world.device))
+        self.stop = 0.0
+
+    def forward(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
+        objective = super().forward(batch, num_samples, step_samples, weight)
+        losses, count = self.take_tallies()
+        total = losses[0][0].double() * losses[0][1] if losses else 0.0
+        parts = [self._on_device(part) for part in (total, count, float(self.stop))]
+        return objective + torch.dot(self.carrier, torch.stack(parts))
+
+    def _on_device(self, part: Tensor | float) -> Tensor:
+        """Return a tensor on the device. A number is filled in there: copying it would make the host wait."""
+        if isinstance(part, Tensor):
+            return part.to(self.carrier)
+        return torch.full((), part, dtype=self.carrier.dtype, device=self.carrier.device)
+
+
+class DdpStrategy:
+    """One process per device; the same weights on all of them after every step."""
+
+    name = "ddp"
+    ignored: Sequence[str] = ()  # parameters that others see to, by their names in the objective
+
+    def __init__(self, world: World, options: DdpOptions | None = None) -> None:
+        self._world = world
+        self._options = options or DdpOptions()
+
+    def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
+        self._parts = parts
+        parts.mixtures.group = self._world.group
+        self._objective = _CarryingObjective(parts, self._world)
+        options = self._options
+        if self.ignored:  # private, and the only way: what has no gradient here would otherwise be waited for
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+                self._objective, self.ignored
+            )
+        self._ddp = DistributedDataParallel(
+            self._objective,
+            device_ids=[self._world.device] if self._world.device.type == "cuda" else None,
+            process_group=self._world.group,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            bucket_cap_mb=options.bucket_cap_mb,
+        )
+        # Not as an argument, whose name changes between versions of torch. At the start buffers are shared anyway.
+        self._ddp.broadcast_buffers = options.broadcast_buffers
+        self._samples = 0
+        try_out(self._call, parts.model, trial)
+        parts.forget_step()
+        self._ddp.zero_grad()
+        return self._call
+
+    def _call(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
+        self._samples = step_samples
+        objective: Tensor = self._ddp(batch, num_samples, step_samples, weight)
+        return objective
+
+    @property
+    def together(self) -> Together | None:
+        """The collectives over sharded gradients; None where gradients are not sharded."""
+        return None
+
+    def accumulate(self) -> AbstractContextManager[Any]:
+        return cast(AbstractContextManager[Any], self._ddp.no_sync())
+
+    def backward(self, objective: Tensor) -> None:
+        torch.autograd.backward(self._parts.scaler.scale(objective))
+
+    def step(self, stop: float) -> StepOutcome:
+        carried = cast(Tensor, self._objective.carrier.grad) * self._world.size  # a copy: the bucket is used again
+        if self._parts.scaler.is_enabled():
+            carried = carried / self._parts.scale()
+        total, count, stopping = carried.unbind()
+        factor = rescaling(self._samples, count) if self._objective.counts_items else None
+        norm, skipped = self._parts.update(factor, self.together, [total])
+        self._ddp.zero_grad()
+        self._objective.stop = stop  # travels with the next gradients
+        return self._parts.outcome([(total, 1.0)], count, stopping, norm, skipped)
+
+    def save(self) -> tuple[list[Shard], dict[str, Any]]:
+        """Return the state, which is the same on every rank; only rank 0 writes it."""
+        shards, meta = whole_state(self._parts.saved)
+        return (shards if self._world.is_main else []), meta
+
+    def load(self, source: TensorSource) -> None:
+        load_whole_state(self._parts.saved, source)
+
+    def close(self) -> None:
+        pass
+
+
+def options_of(context: StrategyContext) -> DdpOptions:
+    """Read the options from the configuration."""
+    config = context.config
+    return DdpOptions(
+        find_unused_parameters=config.distributed.find_unused_parameters,
+        broadcast_buffers=config.distributed.broadcast_buffers,
+        bucket_cap_mb=config.distributed.bucket_cap_mb,
+        static_graph=config.distributed.static_graph,
+        gradient_as_bucket_view=config.distributed.gradient_as_bucket_view,
+    )
+
+
+SPEC = StrategySpec(
+    make=lambda context: DdpStrategy(context.world, options_of(context)),
+    processes="several",
+    several_optimizers=True,
+    options=("distributed.bucket_cap_mb", "distributed.static_graph", "distributed.gradient_as_bucket_view"),
+)
