@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--warm"):
         warm_python.server_address()
     # Of pytest-xdist, in the process that starts its workers. FRESH_WORKERS=1 starts real ones, to compare.
-    if (tx := getattr(config.option, "tx", None)) and not os.environ.get("FRESH_WORKERS"):
+    if (tx := getattr(config.option, "tx", None)) and warm_workers.may_fork():
         config.option.tx = [warm_workers.specification(config.add_cleanup)] * len(tx)
     if address := getattr(config, "workerinput", {}).get("warm python"):
         warm_python.use_server(address)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests import warm_python
+from drivetrain import hardware
+from tests import hardware_fixtures, warm_python, warm_workers
 
 CASES: dict[str, list[str]] = {
     "words": ["-c", "import sys, os; print(sys.argv, os.getcwd()); print('e', file=sys.stderr)", "a", "b"],
@@ -57,3 +58,11 @@ def test_signals(number: Any, expected: int) -> None:
         assert process.stdout.readline() == "on\n"
         process.send_signal(number)
         assert process.wait(120) == expected
+
+
+@pytest.mark.parametrize("machine", hardware_fixtures.names())
+def test_workers_are_forked_only_where_no_gpu_is(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FRESH_WORKERS", raising=False)
+    found = hardware_fixtures.load(machine)
+    monkeypatch.setattr(hardware, "detect", lambda: found)
+    assert warm_workers.may_fork() == (not found.gpus)

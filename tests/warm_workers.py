@@ -17,6 +17,13 @@ from pathlib import Path
 ADDRESS = "WARM_WORKERS"
 
 
+def may_fork() -> bool:
+    """Whether workers can be forked: where there is a GPU, collecting initializes CUDA, which no fork can use."""
+    from drivetrain.hardware import detect
+
+    return not os.environ.get("FRESH_WORKERS") and not detect().gpus
+
+
 def specification(cleanup: Callable[[Callable[[], None]], None]) -> str:
     """How pytest-xdist is told to start a worker, by a process that collects from now on.
 
