@@ -164,6 +164,7 @@ def test_help_names_trackers_of_your_own() -> None:
         (["config", "--config", "missing.yaml"], "there is no such file"),
         (["config", "--config"], "it needs a value"),
         (["config", "stray"], "nothing takes this word"),
+        (["check", "train.py"], "takes no job; drivetrain plan train.py shows how it would be run"),
         (["config", "-x"], "there is no such flag"),
         (["config", "--compile=banana"], "true or false"),
         (["check", "--epochs", "3"], "`drivetrain check` does not use it"),

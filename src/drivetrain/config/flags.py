@@ -226,6 +226,8 @@ class FlagParser:
         more = [] if self._several is None else [word for word in rest if word != "--"]
         for word in () if more else rest:
             remedy = f"{self._parser.prog} --help"
+            if not any(option.is_positional for option in self._options):
+                remedy = f"{self._parser.prog} takes no job; drivetrain plan {word} shows how it would be run"
             if self._script is not None:
                 remedy = f"words for the script stand after --: {self._parser.prog} {self._script} -- {word}"
             parsed.problems.append(Problem(word, "nothing takes this word", word, COMMAND_LINE, remedy=remedy))
