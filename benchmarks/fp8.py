@@ -91,4 +91,6 @@ def one(size: str, precision: str, data: TensorDataset) -> tuple[list[float], li
         settings |= {"auto_optimize": False, "report": False}
         done = train(job, configure(output_dir=folder, precision=precision, checkpoint_every=10**6, **settings))
         losses = [float(row["loss"]) for row in rows(done.folder / "steps.jsonl")]
+        if len(losses) < STEPS:
+            raise SystemExit(f"fp8: {size}, {precision} was stopped after {len(losses)} of {STEPS} steps")
         return step_seconds(done.folder)[WARM_STEPS:], losses

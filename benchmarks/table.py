@@ -126,6 +126,11 @@ def _benchmark(document: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _label(document: Mapping[str, Any]) -> str:
+    """What to know about this measurement."""
+    return f"; {document['label']}" if document.get("label") else ""
+
+
 def _head(document: Mapping[str, Any]) -> list[str]:
     machine = document["machine"]
     devices = ", ".join(machine["gpus"]) or f"{machine['cpu']}, {machine['usable_cores']} cores"
@@ -140,7 +145,7 @@ def _head(document: Mapping[str, Any]) -> list[str]:
     return [
         f"### {document['benchmark']}",
         "",
-        f"`{document['command']}`; {devices}; {', '.join(versions)}; {when}.",
+        f"`{document['command']}`; {devices}; {', '.join(versions)}; {when}{_label(document)}.",
         "",
     ]
 
