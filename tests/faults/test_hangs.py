@@ -70,8 +70,8 @@ def without_a_supervisor(folder: Path) -> Ended:
 
 PLAIN = """
 import sys, runpy
-from drivetrain.core import progress
-progress.LEAST_SECONDS = 1.0
+from drivetrain.core import launchers
+launchers.LEAST_SECONDS = 1.0
 import os
 os.environ["DRIVETRAIN_INJECT"] = "gil@40"
 sys.argv = sys.argv[1:]
