@@ -14,8 +14,8 @@ counted. A step counts if the last checkpoint holds it. Every rank writes down t
 checkpoint can be committed, so whatever is missing there was lost. The goodput is the number of steps that count, times
 the median time of a step, over the whole time.
 
-    python -m benchmarks.kills --minutes 20 --parallel     all four at the same time, on the same load
-    python -m benchmarks.kills --table                     the table of docs/how-it-works/reliability.md
+    python -m benchmarks.kills --minutes 20 --at-a-time 4    all four at the same time, on the same load
+    python -m benchmarks.kills --table                       the table of docs/how-it-works/reliability.md
 
 A way that was measured with the same settings is kept: the same command goes on after an interruption.
 """
@@ -333,17 +333,17 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "seconds_between_kills": list(arguments.every),
         "repair_seconds": arguments.repair,
         "seed": arguments.seed,
-        "at_the_same_time": arguments.parallel,
+        "at_a_time": arguments.at_a_time,
     }
 
 
 def measure_all(names: Sequence[str], arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measure ways one after the other, or all at the same time, each in a process of its own. Yield what is done."""
+    """Measure ways, some of them at the same time, each in a process of its own. Yield what is done."""
     with tempfile.TemporaryDirectory(prefix="drivetrain-kills-results-") as folder:
         waiting, running = list(names), dict[str, subprocess.Popen[bytes]]()
         try:
             while waiting or running:
-                while waiting and (arguments.parallel or not running):
+                while waiting and len(running) < arguments.at_a_time:
                     name = waiting.pop(0)
                     running[name] = _start_lane(name, Path(folder, name), arguments)
                     print(f"{datetime.now(UTC):%H:%M:%S} {name}: {arguments.minutes:g} minutes", flush=True)
@@ -382,7 +382,8 @@ def table(document: dict[str, Any]) -> str:
     settings, machine = document["settings"], document["machine"]
     ways = {name: document["ways"][name] for name in WAYS if name in document["ways"]}
     fewest, most = settings["seconds_between_kills"]
-    together = "all at the same time" if settings["at_the_same_time"] else "one after the other"
+    at_a_time = settings["at_a_time"]
+    together = f"{at_a_time} ways at a time" if at_a_time > 1 else "one way after the other"
     hosts = ", ".join(sorted({way["hosts"] for way in ways.values()}))
     lines = [
         f"Eight gloo ranks on four hosts ({hosts}); a host is lost every {fewest:g} to {most:g} s, and is back after "
@@ -420,7 +421,7 @@ def main() -> None:
     parser.add_argument("--repair", type=float, default=30.0, help="seconds until a lost host is back (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=WAYS, action="append", help="this way; may be given several times")
-    parser.add_argument("--parallel", action="store_true", help="all ways at the same time, on hosts of their own")
+    parser.add_argument("--at-a-time", type=int, default=1, metavar="N", help="N ways, on hosts of their own (default: 1)")
     parser.add_argument("--again", action="store_true", help="also those that were measured with these settings before")
     parser.add_argument("--table", action="store_true", help="only write the table into the documentation")
     parser.add_argument("--hosts", choices=(NAMESPACES, LOOPBACK), help="default: namespaces where they are allowed")

@@ -75,7 +75,7 @@ def test_a_host_that_is_lost_before_it_writes_down_a_step_loses_no_sample(tmp_pa
 
 def settings(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"minutes": 20.0, "every": (45.0, 75.0), "repair": 8.0, "seed": 1, "parallel": False, **changes}
+        **{"minutes": 20.0, "every": (45.0, 75.0), "repair": 8.0, "seed": 1, "at_a_time": 1, **changes}
     )
 
 
@@ -116,8 +116,8 @@ def test_the_table_is_written_from_the_result(tmp_path: Path) -> None:
         "hosts": kills.LOOPBACK,
     }  # fmt: skip
     document = {
-        "command": "python -m benchmarks.kills --parallel", "time": "2026-11-17T15:00:00+00:00",
-        "settings": kills.settings_of(settings(minutes=20.0, parallel=True)),
+        "command": "python -m benchmarks.kills --at-a-time 4", "time": "2026-11-17T15:00:00+00:00",
+        "settings": kills.settings_of(settings(minutes=20.0, at_a_time=4)),
         "machine": {"cpu": "some CPU", "cores": 16}, "versions": {"torch": "2.13.0"}, "ways": {"ours, fewer": way},
     }  # fmt: skip
     (tmp_path / "result.json").write_text(json.dumps(document))
@@ -127,7 +127,7 @@ def test_the_table_is_written_from_the_result(tmp_path: Path) -> None:
     text = page.read_text()
     assert "| ours, fewer | 18 | 2 | 87.5% | 7,410 | 301 | 0.134 | 0 | 0 | 0.0123 |" in text
     assert "(loopback addresses)" in text
-    assert "all at the same time" in text
+    assert "4 ways at a time" in text
     assert "old" not in text
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
