@@ -15,7 +15,7 @@ checkpoint can be committed, so whatever is missing there was lost. The goodput 
 the median time of a step, over the whole time.
 
     python -m benchmarks.kills --minutes 20 --at-a-time 4    all four at the same time, on the same load
-    python -m benchmarks.kills --table                       the table of docs/how-it-works/reliability.md
+    python -m benchmarks.kills --table                       the tables of docs/how-it-works/reliability.md
 
 A way that was measured with the same settings is kept: the same command goes on after an interruption.
 """
@@ -402,13 +402,13 @@ def table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_table(path: Path, document: Path = DOCUMENT) -> None:
+def write_tables(paths: Sequence[Path], document: Path = DOCUMENT) -> None:
     text = document.read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise SystemExit(f"{document} has no lines {BEGIN} and {END}")
-    figures = table(json.loads(path.read_text(encoding="utf-8")))
+    figures = "\n\n".join(table(json.loads(path.read_text(encoding="utf-8"))) for path in paths)
     document.write_text(f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}", encoding="utf-8")
 
 
@@ -421,9 +421,9 @@ def main() -> None:
     parser.add_argument("--repair", type=float, default=30.0, help="seconds until a lost host is back (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=WAYS, action="append", help="this way; may be given several times")
-    parser.add_argument("--at-a-time", type=int, default=1, metavar="N", help="N ways, on hosts of their own (default: 1)")
+    parser.add_argument("--at-a-time", type=int, default=1, metavar="N", help="ways, on their own hosts (default: 1)")
     parser.add_argument("--again", action="store_true", help="also those that were measured with these settings before")
-    parser.add_argument("--table", action="store_true", help="only write the table into the documentation")
+    parser.add_argument("--table", action="store_true", help="only write the tables into the documentation")
     parser.add_argument("--hosts", choices=(NAMESPACES, LOOPBACK), help="default: namespaces where they are allowed")
     parser.add_argument("--label", default="", help="what to know about this measurement; kept with it")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -436,10 +436,10 @@ def main() -> None:
     hardware, settings = detect(), settings_of(arguments)
     path = arguments.out / f"kills-{label(hardware)}.json"
     if arguments.table:
-        measured_here = [path] if path.exists() else sorted(arguments.out.glob("kills-*.json"))
-        if not measured_here:
+        paths = sorted(arguments.out.glob("kills-*.json"))
+        if not paths:
             raise SystemExit(f"there is no result in {arguments.out}: leave --table out")
-        write_table(measured_here[-1])
+        write_tables(paths)
         return
     found = json.loads(path.read_text()) if path.exists() else {}
     ways = found["ways"] if found.get("settings") == settings else {}

@@ -123,7 +123,7 @@ def test_the_table_is_written_from_the_result(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(json.dumps(document))
     page = tmp_path / "page.md"
     page.write_text(f"before\n{kills.BEGIN}\nold\n{kills.END}\nafter\n")
-    kills.write_table(tmp_path / "result.json", page)
+    kills.write_tables([tmp_path / "result.json"], page)
     text = page.read_text()
     assert "| ours, fewer | 18 | 2 | 87.5% | 7,410 | 301 | 0.134 | 0 | 0 | 0.0123 |" in text
     assert "(loopback addresses)" in text
