@@ -168,6 +168,28 @@ def test_repeated_blocks_are_compiled_once_for_all_of_them() -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_blocks_of_many_widths_are_all_compiled() -> None:
+    """Each width is a graph of the same code, of which torch compiles eight and runs the rest eagerly."""
+
+    class Wider(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(width, width + 1), nn.Linear(width + 1, width + 1)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.second(self.first(inputs).tanh())
+
+    torch.compiler.reset()
+    model, before = nn.Sequential(*(Wider(width) for width in range(2, 14))), num_graphs()
+    compile_repeated(model, "default")
+    model(torch.randn(3, 2)).sum().backward()
+    with torch.no_grad():
+        model(torch.randn(3, 2))
+    assert num_graphs() == before + 2 * len(model), "each for training and for validation"
+
+
+@pytest.mark.usefixtures("no_kernels")
 def test_the_rest_is_compiled_around_compiled_blocks() -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).logsumexp(-1).mean()

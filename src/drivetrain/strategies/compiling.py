@@ -26,6 +26,7 @@ from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.layers import repeated_blocks
 
 _is_told: list[bool] = []  # whether the compiler was asked to tell, once in a process
+GRAPHS_PER_MODULE = 4  # at most: two dtypes of the input, for training and for validation
 EXPERTS = "experts"  # of a mixture: its layer is compiled, since the experts' products are grouped there
 
 
@@ -69,9 +70,7 @@ def tell_compiling() -> None:
 
 def compile_named(model: nn.Module, names: Sequence[str], mode: str, *, fixed: bool = False) -> None:
     """Compile the forward of the modules with these names, in place."""
-    for name in names:
-        for module in modules_named(model, name):
-            compile_forward(module, mode, fixed=fixed)
+    compile_each([module for name in names for module in modules_named(model, name)], mode, fixed=fixed)
 
 
 def compile_repeated(model: nn.Module, mode: str, varying_dims: Sequence[int] = (), *, fixed: bool = False) -> None:
@@ -80,13 +79,21 @@ def compile_repeated(model: nn.Module, mode: str, varying_dims: Sequence[int] = 
     Of a loss function that says which dimensions of its batches vary (`varying_dims`), the same dimensions of what a
     block is given are taken to vary.
     """
-    for block in repeated_blocks(model).values():
-        compile_forward(block, mode, varying_dims, fixed=fixed)
+    compile_each(list(repeated_blocks(model).values()), mode, varying_dims, fixed=fixed)
 
 
-def compile_forward(module: nn.Module, mode: str, varying_dims: Sequence[int] = (), *, fixed: bool = False) -> None:
-    """Compile the forward of a module, in place. Its hooks run outside of what is compiled."""
-    module.forward = _CompiledForward(module, compile_options(mode, fixed=fixed), tuple(varying_dims))
+def compile_each(
+    modules: Sequence[nn.Module], mode: str, varying_dims: Sequence[int] = (), *, fixed: bool = False
+) -> None:
+    """Compile the forward of each module by itself, in place. Its hooks run outside of what is compiled.
+
+    Modules of one class share their code, of which the compiler makes a graph for each kind: another width, another
+    dtype of the input, with gradients and without. Beyond torch's limit of eight it would run the rest eagerly.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, GRAPHS_PER_MODULE * len(modules))
+    for module in modules:
+        module.forward = _CompiledForward(module, compile_options(mode, fixed=fixed), tuple(varying_dims))
 
 
 def forget_compiled(model: nn.Module) -> None:

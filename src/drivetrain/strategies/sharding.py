@@ -29,7 +29,7 @@ from drivetrain.core.value import format_bytes
 from drivetrain.core.world import World
 from drivetrain.moe.mixture import mixtures_in
 from drivetrain.plan.fitting import Held, forecast_held, without_memory
-from drivetrain.strategies.compiling import compile_forward
+from drivetrain.strategies.compiling import compile_each
 from drivetrain.strategies.layers import repeated_blocks
 from drivetrain.strategies.shared_experts import SharedExperts
 
@@ -264,8 +264,7 @@ def compile_blocks(model: nn.Module, mode: str, *, shares_experts: bool = False,
     """
     layout = layout_of(model, shares_experts=shares_experts)
     blocks = [module for unit in layout.units if unit.name != ROOT for module in unit.modules]
-    for module in blocks or [model]:
-        compile_forward(module, mode, fixed=fixed)
+    compile_each(blocks or [model], mode, fixed=fixed)
 
 
 def shard(
