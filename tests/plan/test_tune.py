@@ -299,6 +299,16 @@ def test_a_step_is_captured_where_it_is_short_or_launching_takes_most_of_it() ->
     parts = Machine(overhead=1e-6, per_sample=1e-6, slower_above=16).tune(**scope)
     assert parts.way.micro_batch == 16
     assert parts.way.capture, "each micro-batch is a graph"
+    scope["others"]["compile_mode"] = ("default",)
+    assert Machine(overhead=1e-2, per_sample=1e-3, launch_share=0.4, compile_gain=0.5).tune(**scope).way.capture
+    hardly = Machine(overhead=1e-4, per_sample=1e-3, launch_share=0.4, compile_gain=0.5).tune(**scope)
+    assert hardly.way.compile_mode
+    assert not hardly.way.capture
+    assert "captured would be +0%" in hardly.reasons["capture"]
+    busy = Machine(overhead=1e-2, per_sample=1e-3, launch_share=0.2, compile_gain=0.5)
+    assert not busy.tune(**scope).way.capture
+    brief = Machine(overhead=1e-2, per_sample=1e-3, launch_share=0.4, compile_gain=0.5, compile_seconds=1.0)
+    assert not brief.tune(**scope, remaining_samples=200_000).way.capture, "three seconds are too much for it"
     why_none = "a CPU has nothing to record"
     scope = Scope(
         rank_samples=64,

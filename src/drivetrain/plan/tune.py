@@ -222,6 +222,8 @@ LEAST_SECONDS, MOST_SECONDS, NUM_MEASUREMENTS = 0.05, 0.4, 15
 # Longer steps keep most devices busy: wider numbers gain nothing there, and a recorded step only where it is measured
 # that launching takes most of the time. (Where many kernels are in flight, a launch waits, too: the trial decides.)
 SHORT_STEP_SECONDS, LAUNCH_BOUND = 0.02, 0.75
+# A compiled step is recorded to close the gaps between its kernels: a few percent, and trying it costs little.
+LAUNCH_BOUND_COMPILED, RECORD_SECONDS, RECORD_SHARE = 0.3, 3.0, 0.01
 # As short as this a step is launches, hardly anything else: recording it gains several times over, and is worth more of
 # a short job's time than other ways, which gain a few percent.
 LAUNCHES_SECONDS, CAPTURE_SHARE = 0.004, 0.2
@@ -349,6 +351,7 @@ class _Search:
             for mode in self._scope.others_of("compile_mode").values:
                 for compile_scope in self._scope.compile_costs:
                     best = self._compiled(best, mode, compile_scope)
+            best = self._compiled_and_captured(best)
         return Tuned(
             way=best,
             tried=tuple(self._tried),
@@ -398,6 +401,18 @@ class _Search:
             if not best.capture and self._start.precision != best.precision:
                 best = self._compared(best, best.but(precision=self._start.precision, capture=True), "capture")
         return best
+
+    def _compiled_and_captured(self, way: StepWay) -> StepWay:
+        """Return a compiled way with its steps recorded where that is faster, though it was not tried uncompiled.
+
+        Compiled, the same launches have less work to hide behind. Its code is there already, so trying takes seconds.
+        """
+        if way.compile_mode is None or way.capture or not self._scope.others_of("capture").values:
+            return way
+        measured, left = self._try(way), self._seconds_left(way)
+        if measured.launch_share < LAUNCH_BOUND_COMPILED or left * RECORD_SHARE < RECORD_SECONDS:
+            return way
+        return self._compared(way, way.but(capture=True), "capture", SMALLER_GAIN, worth_seconds=math.inf)
 
     def _best_of(self, way: StepWay, knob: Knob) -> StepWay:
         """Return the fastest of a way and those that differ from it in this choice alone."""
