@@ -51,4 +51,4 @@ class ConvNext(nn.Module):
 
 
 def workload(smoke: bool) -> Workload:
-    return image_workload(smoke, ConvNext, {"width": 8, "depth": 1, "classes": 10, "side": 32}, Pace(12, 5, 8))
+    return image_workload(smoke, ConvNext, {"width": 8, "depth": 1, "classes": 10, "side": 32}, Pace(12, 40, 4))

@@ -58,4 +58,4 @@ class EfficientNet(nn.Module):
 
 
 def workload(smoke: bool) -> Workload:
-    return image_workload(smoke, EfficientNet, {"divided_by": 8, "classes": 10, "side": 32}, Pace(16, 8, 8))
+    return image_workload(smoke, EfficientNet, {"divided_by": 8, "classes": 10, "side": 32}, Pace(16, 40, 4))

@@ -54,5 +54,5 @@ def workload(smoke: bool) -> Workload:
         data=data,
         global_batch=16 if smoke else 32,
         pace=Pace(2, 2, 2) if smoke else Pace(60, 25, 8),
-        job_steps=40 if smoke else 10_000,
+        job_steps=40 if smoke else 100_000,
     )

@@ -46,10 +46,10 @@ def image_workload(smoke: bool, model: type[nn.Module], small: dict[str, int], p
         data=data,
         global_batch=16 if smoke else 128,
         pace=Pace(2, 2, 2) if smoke else pace,
-        job_steps=40 if smoke else 20_000,
+        job_steps=40 if smoke else 200_000,  # 20 epochs of ImageNet
     )
 
 
 def workload(smoke: bool) -> Workload:
     small = {"side": 16, "patch": 8, "width": 16, "layers": 2, "heads": 2, "classes": 10}
-    return image_workload(smoke, VisionTransformer, small, Pace(20, 8, 8))
+    return image_workload(smoke, VisionTransformer, small, Pace(20, 40, 4))
