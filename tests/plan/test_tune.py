@@ -236,7 +236,8 @@ def test_the_whole_loss_is_not_compiled_at_once_where_its_parts_are_as_fast() ->
 
     def tried(machine: Machine) -> tuple[str, list[str]]:
         found = machine.tune(**scopes)
-        return found.way.compile_scope, [way.compile_scope for way in machine.ways if way.compile_mode]
+        compiled = dict.fromkeys(way.compile_scope for way in machine.ways if way.compile_mode)
+        return found.way.compile_scope, list(compiled)
 
     busy, host_bound, unknown = (Machine(block_gain=0.5, compile_gain=0.6, launch_share=s) for s in (0.3, 0.9, 0.0))
     assert tried(busy) == ("both", ["blocks", "both"])
@@ -245,6 +246,25 @@ def test_the_whole_loss_is_not_compiled_at_once_where_its_parts_are_as_fast() ->
     slower = Machine(block_gain=0.6, compile_gain=0.5, launch_share=0.3)
     assert tried(slower) == ("blocks", ["blocks", "both"])
     assert "was not tried: launching is quick enough" in busy.tune(**scopes).reasons["compile_scope"]
+
+
+@pytest.mark.parametrize("is_slow_for_good", [True, False])
+def test_a_trial_that_something_else_slowed_is_measured_once_more(is_slow_for_good: bool) -> None:
+    class Shared(Machine):
+        def measure(self, way: StepWay, seconds: float) -> Measurement:
+            is_first = way not in self.ways
+            found = super().measure(way, seconds)
+            if way.compile_scope != "both" or not (is_first or is_slow_for_good):
+                return found
+            return found.model_copy(update={"sample_seconds": 2 * found.sample_seconds})
+
+    machine = Shared(block_gain=0.5, compile_gain=0.6, launch_share=0.3)
+    scopes = {"others": {"compile_mode": ("default",)}, "compile_costs": {"blocks": 3.0, "both": 3.0}}
+    found = machine.tune(**scopes)
+    assert found.way.compile_scope == ("blocks" if is_slow_for_good else "both")
+    assert sum(way.compile_scope == "both" for way in machine.ways) == 2
+    assert [tried.way.compile_scope for tried in found.tried].count("both") == 1
+    assert found.measurement_of(machine.ways[-1]).setup_seconds > 0
 
 
 @given(
