@@ -273,6 +273,10 @@ def test_each_check_is_reported_once(is_terminal: bool) -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
     lines = [line for line in re.split(r"[\r\n]+", text) if re.match(r" *[✓✗]", line)]
     assert [line.split()[1] for line in lines] == [row.title.split()[0] for row in rows]
+    assert {line.rfind("0.1 s") for line in lines} == {75}, (
+        "columns are those of one table, also where rows come singly"
+    )
+    assert "2/2  loading" not in text, "what was loaded long ago is not loaded at the end"
 
 
 def report(rows: tuple[ProbeResult, ...]) -> Report:

@@ -439,7 +439,9 @@ class LiveProgress:
     def __rich__(self) -> RenderableType:
         now = time.monotonic()
         names = ", ".join(f"{probe.title} {now - since:.0f} s" for probe, since in self._running.values())
-        self._spinner.update(text=Text(f"{self._num_ended}/{self._num_probes}  {names or 'loading torch'}"))
+        if not names:
+            names = "loading torch" if not self._num_ended else "ending" if self._num_ended == self._num_probes else ""
+        self._spinner.update(text=Text(f"{self._num_ended}/{self._num_probes}  {names}"))
         return self._spinner
 
 
@@ -487,7 +489,7 @@ def progress(
 def show_checklist(results: Sequence[ProbeResult], console: Console) -> None:
     """Print the table; below a failed row its cause and its remedy, for the others their details."""
     unicode = speaks_unicode(console)
-    table = Table.grid(padding=(0, 1))
+    table = Table.grid(padding=(0, 1), expand=True)  # as wide as any other: rows of a pipe are printed one by one
     table.add_column(no_wrap=True, width=1 if unicode else 6)
     table.add_column(no_wrap=True, width=18)
     table.add_column(ratio=1, overflow="fold")
