@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import drivetrain as dt
 from drivetrain.config import configure
@@ -106,6 +107,58 @@ def test_the_bar_on_a_terminal(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> 
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
     last = plain.rstrip().splitlines()[-1]
     assert re.search(r"epoch 2 of 4 .*step 15 of 40  loss 0\.0667  top 1 0\.8125  33 samples/s  ETA 0:0\d", last), last
+
+
+def test_the_bar_says_that_it_validates(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no step is done the bar says what is, and how much of it; afterwards it is that of the steps again."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(RunConsole, "BAR_SECONDS", 0.0)
+    bars = []
+    with RunConsole(40, 10, 0) as console:
+        for share in (0.0, 0.25, 1.0):
+            for step in (None, 10):
+                if step is not None:
+                    console.show(record(step, 0, 0.5))
+                console.measuring("validating clean", share)
+                bars.append(console._progress.tasks[0].fields["after"])
+        console.validated({"valid_loss": 0.7})
+        bars.append(console._progress.tasks[0].fields["after"])
+    assert bars[0] == "validating clean 0%", "a run that goes on has no step yet"
+    assert bars[1].startswith("validating clean 0%  step 10 of 40  loss 0.5000")
+    assert [bar.split("  ")[0] for bar in bars[2::2]] == [
+        "validating clean 25%",
+        "validating clean 100%",
+        "step 10 of 40",
+    ]
+    monkeypatch.delenv("FORCE_COLOR")
+    monkeypatch.setattr(RunConsole, "LINE_SECONDS", -1.0)
+    capsys.readouterr()
+    with RunConsole(40, 10, 0) as console:
+        console.measuring("testing", 0.5)
+    assert capsys.readouterr().out.split() == ["testing", "50%"], "where there is no bar, a long one gets lines"
+
+
+def test_a_validation_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch of each set is told, by its part of the set's samples; so are those of the test."""
+    told: list[tuple[str, float]] = []
+    monkeypatch.setattr(RunConsole, "measuring", lambda self, words, share: told.append((words, share)))
+    data = [(torch.randn(4),) for _ in range(10)]
+    job = dt.Job(
+        name="told",
+        model=lambda: torch.nn.Linear(4, 1),
+        data=data,
+        valid={"near": data[:7], "far": data[:4]},
+        test=data[:2],
+        valid_batch=4,
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        global_batch=10,
+        epochs=1,
+    )
+    dt.train(job, configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0))
+    assert [words for words, _ in told] == [*["validating near"] * 3, *["validating far"] * 2, *["testing"] * 2]
+    assert [share for _, share in told] == pytest.approx([0, 4 / 7, 1, 0, 1, 0, 1])
 
 
 class Stop:

@@ -101,7 +101,9 @@ class DrivenRun:
         if session.world.size == 1:
             parts.watch.note = self._note
         _tell(session, opened, self.resumed_from, self.recorder)
-        self.validation = make_validation(session, parts, checkpoint, self._report_validation, loss)
+        self.validation = make_validation(
+            session, parts, checkpoint, self._report_validation, loss, partial(self.recorder.measuring, "validating")
+        )
         self._saver = CheckpointSaver(
             opened.checkpointer,
             session.world,

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -356,7 +357,9 @@ class _Loop:
         self._tested: dict[str, float] = {}
         self._checkpointer = start.checkpointer
         self.steps, self.finished, self.stopped_because = resumed_from, False, ""
-        self._validation = make_validation(run, parts, checkpoint, self._report_validation)
+        self._validation = make_validation(
+            run, parts, checkpoint, self._report_validation, progress=partial(recorder.measuring, "validating")
+        )
         self._saver = CheckpointSaver(
             start.checkpointer,
             run.world,
@@ -467,7 +470,9 @@ class _Loop:
         best = self._validation.best_step if self._validation else None
         is_saved = run.world.agree(best in self._checkpointer.steps())  # a save that fails does not end a run
         of_step = best if best is not None and is_saved else self.steps
-        validator = make_validator(run, self._loader.division.micro_batch, "test")
+        validator = make_validator(
+            run, self._loader.division.micro_batch, "test", progress=partial(self._recorder.measuring, "testing")
+        )
         if of_step != self.steps:
             parts.strategy.load(plainly_named(checkpoint_of(run.path, "best"), parts.model.state_dict()))
         with parts.average.in_place() if parts.average else nullcontext():

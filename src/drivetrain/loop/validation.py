@@ -67,7 +67,9 @@ class Validator:
         compiled_loss: LossFunction | None = None,  # for batches of the full size: others would be compiled anew
         may_halve: bool = True,  # whether batches that run out of memory are halved: not where that changes the loss
         eager: bool = False,  # whether compiled blocks of the model run as they are written
+        progress: Callable[[str, float], None] | None = None,  # called with the set's name and the part that is done
     ) -> None:
+        self._progress = progress
         self._may_halve, self._eager = may_halve, eager
         self._prefix, self._on_device, self._compiled_loss = prefix, on_device, compiled_loss
         self._outputs: list[Any] = []  # of the model: always the same list, since compiled code appends to it
@@ -89,7 +91,7 @@ class Validator:
         `called` is the model, perhaps compiled.
         """
         by_set = {
-            name: self._measure_set(loader, model, model if called is None else called)
+            name: self._measure_set(name, loader, model, model if called is None else called)
             for name, loader in self._loaders.items()
         }
         first = next(iter(by_set.values()))
@@ -123,12 +125,12 @@ class Validator:
                 return error
         return None
 
-    def _measure_set(self, loader: Loader, model: nn.Module, called: Any) -> dict[str, float]:
+    def _measure_set(self, set_name: str, loader: Loader, model: nn.Module, called: Any) -> dict[str, float]:
         counted: dict[str, Counted | None] = {}
         failure: Exception | None = None
         while True:
             try:
-                counted = self._count(micro_batches(loader), model, called)
+                counted = self._count(self._followed(set_name, loader), model, called)
             except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
                 failure = error
             if not self._halves(loader, model, failure):
@@ -149,6 +151,19 @@ class Validator:
         for name, found in self._objects.items():
             values |= flattened(name, self._computed(name, found))
         return values
+
+    def _followed(self, set_name: str, loader: Loader) -> Iterator[MicroBatch]:
+        """Yield this rank's batches of a set, and say how much of its share was taken."""
+        if self._progress is None:
+            yield from micro_batches(loader)
+            return
+        division, taken = loader.division, 0
+        share = -(-division.num_samples // division.world_size)
+        self._progress(set_name, 0.0)  # the first batch may take long: workers start
+        for micro in micro_batches(loader):
+            yield micro
+            taken += micro.num_samples
+            self._progress(set_name, min(1.0, taken / share))
 
     def _halves(self, loader: Loader, model: nn.Module, failure: Exception | None) -> bool:
         """Halve the batches of a set on all ranks if one was out of memory; return whether they did. Collective."""

@@ -82,6 +82,7 @@ class RunConsole:
         self._bar_moved = 0.0
         self._last: StepRecord | None = None
         self._warning, self._metric, self._rate = "", "", 0.0
+        self._is_measuring = False
 
     def __enter__(self) -> Self:
         self._shown(self._progress.start)
@@ -105,12 +106,32 @@ class RunConsole:
         """Show a warning beside the progress from now on; empty: show none."""
         self._warning = text
 
+    def measuring(self, words: str, share: float) -> None:
+        """Show that a set is measured, and how much of it is done, while no step moves the bar.
+
+        Where the output is not a terminal, a measurement that takes long gets a line a minute.
+        """
+        now = time.perf_counter()
+        if self._quiet or (self._is_measuring and share and now - self._bar_moved <= self.BAR_SECONDS):
+            return
+        if not self._is_measuring:
+            self._began = now
+        self._is_measuring, self._bar_moved, told = True, now, f"{_name(words)} {share:.0%}"
+        if not self._progress.disable:
+            self._shown(lambda: self._show_bar(self._last, told))
+        elif now - self._began > self.LINE_SECONDS:
+            self.say(f"            {told}")
+            self._began = now
+
     def validated(self, metrics: Mapping[str, float]) -> None:
         """Show a validation: a metric beside the progress, the first that is no loss, and a line of all, if few."""
         shown = next((name for name in metrics if "loss" not in name), next(iter(metrics), ""))
         if shown:
             label = shown.removeprefix("valid_") if shown != "valid_loss" else shown
             self._metric = f"{_name(label.replace('_', ' '))} {metrics[shown]:.4g}"
+        if self._is_measuring and not self._progress.disable:
+            self._shown(lambda: self._show_bar(self._last))  # the next step may take long
+        self._is_measuring = False
         told = list(metrics)
         if len(told) > MOST_VALIDATED:
             told = sorted(told, key=lambda name: not name.endswith("_loss"))[:MOST_VALIDATED]
@@ -177,14 +198,22 @@ class RunConsole:
     def _move_bar(self, record: StepRecord) -> None:
         self._progress.update(self._bar, completed=self._work(record.step))
         self._rate = self._samples / self._seconds if self._seconds else self._rate
+        self._show_bar(record)
+
+    def _show_bar(self, record: StepRecord | None, measuring: str = "") -> None:
+        """Write the words of the bar: after a step, and with what is measured while no step is done."""
+        if record is None:  # a run that goes on measures before its first step
+            self._progress.update(self._bar, after=measuring or "first step")
+            return
         epochs = _epochs(self._num_steps, self._steps_per_epoch)
         left = self._progress.tasks[0].time_remaining
         parts = {
             "epoch": f"epoch {record.epoch + 1}" + (f" of {epochs}" if epochs else ""),
+            "measuring": measuring,
             "steps": f"step {record.step:,}" + (f" of {self._num_steps:,}" if self._num_steps else ""),
             "loss": f"loss {format_metric(record.loss)}",
             "metric": self._metric,
-            "rate": f"{self._rate:,.0f} samples/s" if self._rate else "",
+            "rate": f"{self._rate:,.0f} samples/s" if self._rate and not measuring else "",
             "eta": "" if left is None else f"ETA {_clock(left)}",
             "warning": self._warning,
         }

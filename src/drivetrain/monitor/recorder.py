@@ -235,6 +235,9 @@ class NoRunRecorder:
     def say(self, text: str) -> None:
         pass
 
+    def measuring(self, what: str, of: str, share: float) -> None:
+        """Show how much of a set was measured, by its name, which may be empty; `what` is such as `validating`."""
+
     def event(self, kind: str, **facts: Any) -> None:
         pass
 
@@ -534,6 +537,9 @@ class RunRecorder(NoRunRecorder):
 
     def say(self, text: str) -> None:
         self._console.say(text)
+
+    def measuring(self, what: str, of: str, share: float) -> None:
+        self._console.measuring(f"{what} {of}".strip(), share)
 
     def event(self, kind: str, **facts: Any) -> None:
         if kind in ("checkpoint", "save failed"):

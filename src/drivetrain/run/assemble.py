@@ -104,6 +104,7 @@ def make_validation(
     checkpoint: Checkpoint | None,
     report: Callable[[StepContext, dict[str, float], float], None],
     loss: LossFunction | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Validation | None:
     """Make the validation hook, in the state of the checkpoint that the run goes on from; None if there is no set.
 
@@ -113,12 +114,13 @@ def make_validation(
         checkpoint: The checkpoint.
         report: Called with each validation: where it was, its values, and the seconds it took.
         loss: The loss function, if not the job's.
+        progress: Called while it validates, with the name of the set and the part of it that is done.
     """
     job = run.job
     if job.valid is None:
         return None
     validation = Validation(
-        make_validator(run, parts.division.micro_batch, loss=loss),
+        make_validator(run, parts.division.micro_batch, loss=loss, progress=progress),
         job.validate_every,
         job.settled(job.best),
         None if job.early_stopping is None else job.settled(job.early_stopping),
@@ -134,7 +136,11 @@ def make_validation(
 
 
 def make_validator(
-    run: Session, micro_batch: int, kind: Literal["valid", "test"] = "valid", loss: LossFunction | None = None
+    run: Session,
+    micro_batch: int,
+    kind: Literal["valid", "test"] = "valid",
+    loss: LossFunction | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Validator:
     """Make the validator of the job's validation or test sets, in batches of the validation size or the given one."""
     sets = run.job.valid_sets if kind == "valid" else run.job.test_sets
@@ -157,6 +163,7 @@ def make_validator(
         compiled_loss=None if called is None else run.weighted(called),
         may_halve=not run.weighting.holds_division,
         eager=run.way.compiles_blocks and not pays,
+        progress=progress,
     )
 
 
