@@ -77,7 +77,7 @@ def test_a_grid_with_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert result.comparison is not None
     assert result.comparison.verdicts[0].kind == "cannot tell"
     assert len(result.comparison.verdicts[0].pairs) == 2
-    assert "4 runs compared" in (tmp_path / "sweep" / "sweep.html").read_text()
+    assert "<h1>Sweep: 2 variants of 2 seeds each</h1>" in (tmp_path / "sweep" / "sweep.html").read_text()
     assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["variants"] == list(result.rows)
     assert "4/4" in capsys.readouterr().out
 

@@ -433,9 +433,16 @@ class _Sweep:
         best = min(finished or known, key=self._rank, default=None)
         comparison = self._compared(finished, known)
         if comparison is not None:
-            write_atomically(self._folder / PAGE, comparison_page(comparison))
+            write_atomically(self._folder / PAGE, comparison_page(comparison, self._title(len(finished))))
         settings = None if best is None else dict(rows[best]["settings"])
         return SweepResult(self._folder, tuple(rows), settings, not self._why_stopped, self._why_stopped, comparison)
+
+    def _title(self, num_finished: int) -> str:
+        """Return the title of the page: how much was tried, and how much of it to the end."""
+        name, rows, seeds = self._spec.name, self._ledger["variants"], self._spec.seeds
+        each = f" of {format_count(len(seeds), 'seed')} each" if len(seeds) > 1 else ""
+        ended = "" if num_finished == len(rows) else f", {num_finished} trained to the end"
+        return f"{'Sweep' if name == 'sweep' else f'Sweep {name}'}: {format_count(len(rows), 'variant')}{each}{ended}"
 
     def _compared(self, finished: Sequence[int], known: Sequence[int]) -> RunComparison | None:
         """Compare the variants that were trained to their end; if fewer than two, all at the last common point."""

@@ -392,10 +392,10 @@ METHOD_IN_WORDS = (
 )
 
 
-def comparison_page(comparison: RunComparison) -> str:
-    """Return the page of a comparison."""
+def comparison_page(comparison: RunComparison, title: str = "") -> str:
+    """Return the page of a comparison; its title says how many runs are compared, if it is not given."""
     runs = comparison.runs[:MOST_RUNS]
-    title = f"{format_count(len(comparison.runs), 'run')} compared"
+    title = title or f"{format_count(len(comparison.runs), 'run')} compared"
     return document(title, _compared(comparison, runs), _above(comparison, title), "".join(_below(comparison)))
 
 
