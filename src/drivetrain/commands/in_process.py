@@ -39,7 +39,7 @@ from drivetrain.core.launchers import find_place
 from drivetrain.core.log import printable
 from drivetrain.core.plugins import RECIPES
 from drivetrain.core.run_folder import find_run, read_yaml
-from drivetrain.core.value import format_duration
+from drivetrain.core.value import format_bytes, format_duration
 from drivetrain.hardware import Hardware, detect
 from drivetrain.job import Job
 from drivetrain.plan.forecast import TimeForecast
@@ -260,13 +260,15 @@ def _show(found: Plan, console: Console) -> None:
         "activations": memory.activations,
         "workspace": memory.workspace,
     }
-    told = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in parts.items() if size)
-    console.print(f"\nmemory: {told}" + ("" if memory.total is None else f"; {memory.total / 1e6:,.1f} MB in all"))
+    told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    console.print(f"\nmemory: {told}" + ("" if memory.total is None else f"; {format_bytes(memory.total)} in all"))
     if forecast.step_seconds is not None:
-        whole = "" if forecast.job_seconds is None else f"; the whole job {forecast.job_seconds:,.1f} s"
+        whole = "" if forecast.job_seconds is None else f"; the whole job {format_duration(forecast.job_seconds)}"
         if forecast.validation_seconds is not None:
-            whole += f", some {forecast.validation_seconds:,.1f} s of it validation (estimated)"
-        console.print(f"time:   {forecast.step_seconds * 1e3:,.2f} ms per step of {found.global_batch} samples{whole}")
+            whole += f", some {format_duration(forecast.validation_seconds)} of it validation (estimated)"
+        console.print(
+            f"time:   {format_duration(forecast.step_seconds)} per step of {found.global_batch} samples{whole}"
+        )
     if forecast.time is not None:
         _show_time(forecast.time, found, console)
     for note in found.notes if found.measured or found.machine else ():
@@ -297,7 +299,7 @@ def _show_time(time: TimeForecast, found: Plan, console: Console) -> None:
     if row.num_devices > 1:
         console.print(
             f"a step on {row.num_devices}: {format_duration(row.compute_seconds)} of computing; each GPU sends "
-            f"{time.sent_bytes / 1e6:,.1f} MB in {format_duration(row.exchange_seconds)}, of which "
+            f"{format_bytes(time.sent_bytes)} in {format_duration(row.exchange_seconds)}, of which "
             f"{format_duration(row.exposed_seconds)} are waited for"
         )
     if time.why_no_job_time:

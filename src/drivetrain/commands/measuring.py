@@ -17,6 +17,7 @@ from drivetrain.config import Config, Flag, Positional, Resolved
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.log import HIDDEN
 from drivetrain.core.run_folder import read_job, read_yaml
+from drivetrain.core.value import format_bytes
 from drivetrain.job import Job
 from drivetrain.proving.adapters import ADAPTERS, find_subject
 from drivetrain.proving.classify import Certificate
@@ -82,7 +83,7 @@ def show_performance(found: Performance, console: Console) -> None:
     if found.items_per_second != found.samples_per_second:
         console.print(f"{f'{found.items} per second':<19} {found.items_per_second:,.0f}")
     if found.peak_memory_bytes is not None:
-        console.print(f"peak memory         {found.peak_memory_bytes / 1e6:,.1f} MB")
+        console.print(f"peak memory         {format_bytes(found.peak_memory_bytes)}")
     if found.mfu is not None:
         console.print(f"MFU                 {found.mfu:.1%} ({found.peak_source})")
     else:
