@@ -18,7 +18,10 @@ from drivetrain.config import configure
 from drivetrain.core.precision import Precision
 from drivetrain.hardware.catalogue import machine_named, machine_of_memory
 from drivetrain.plan.fitting import Simulated, simulate
-from drivetrain.plan.plan import Plan
+from drivetrain.plan.forecast import TimeForecast
+from drivetrain.plan.knobs import StepWay
+from drivetrain.plan.plan import Choice, Forecast, MemoryForecast, Plan
+from drivetrain.plan.tune import Measurement, Tried
 from drivetrain.planning.other_machine import EXPECTED, MeasuredStep, plan_elsewhere
 from drivetrain.run import memory
 from drivetrain.run.memory import needs_of
@@ -284,19 +287,120 @@ def test_a_measured_step_is_scaled_by_the_rates_of_both_gpus() -> None:
     assert (time.basis, time.row.step_seconds) == ("recorded", pytest.approx(64e-3))
 
 
-def test_a_run_on_a_gpu_is_what_a_forecast_can_start_from(tmp_path: Path) -> None:
+def record_run(folder: Path, seconds: list[float], busy_percent: float | None, **of_plan: Any) -> None:
+    """Write what a run on one H200 leaves behind, with steps of 64 samples that take so long."""
+    folder.mkdir(exist_ok=True)
     gpu = machine_named("H200").gpus()[0]
-    (tmp_path / "hardware.json").write_text(json.dumps({"gpus": [json.loads(gpu.to_json())]}))
-    (tmp_path / "plan.yaml").write_text("num_devices: 1\ndevice: cuda:0\nprecision: bf16\n")
-    seconds = [9.0, 9.0, 0.2, 0.2, 0.2, 0.3, 0.1, 0.2]
-    row = {"epoch": 0, "samples": 4, "num_items": 4, "loss": 1.0}
+    (folder / "hardware.json").write_text(json.dumps({"gpus": [json.loads(gpu.to_json())]}))
+    (folder / "plan.yaml").write_text(
+        json.dumps({"num_devices": 1, "device": "cuda:0", "precision": "bf16", "accumulation": 1, **of_plan})
+    )
+    row = {"epoch": 0, "samples": 64, "num_items": 64, "loss": 1.0}
     rows = [{**row, "step": n, "seconds": each} for n, each in enumerate(seconds, 1)]
-    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    looks = [(0, 0.0), *((step, busy_percent) for step in range(2, len(seconds) - 1)), (len(seconds), 0.0)]
+    devices = [{"step": n, "device": "gpu0", "utilisation_percent": it} for n, it in looks if busy_percent is not None]
+    devices += [{"step": n, "device": "cpu", "utilisation_percent": 100.0} for n, _ in looks]
+    (folder / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in devices))
+
+
+def test_a_run_on_a_gpu_is_what_a_forecast_can_start_from(tmp_path: Path) -> None:
+    record_run(tmp_path, [9.0, 9.0, 0.2, 0.2, 0.2, 0.3, 0.1, 0.2], None)
     found = MeasuredStep.of_run(tmp_path)
-    assert (found.sample_seconds, found.peak, found.bandwidth) == pytest.approx((0.05, 989.4e12, 4800e9))
-    (tmp_path / "plan.yaml").write_text("num_devices: 4\ndevice: cuda:0\nprecision: bf16\n")
+    assert (found.sample_seconds, found.peak, found.bandwidth) == pytest.approx((0.2 / 64, 989.4e12, 4800e9))
+    record_run(tmp_path, [0.2] * 8, None, num_devices=4)
     with pytest.raises(DrivetrainError, match="several GPUs"):
         MeasuredStep.of_run(tmp_path)
+
+
+def forecast_from(folder: Path, machine: str = "8xH200") -> TimeForecast:
+    time = plan_elsewhere(
+        make_job(), configure(), machine_named(machine), HERE, MeasuredStep.of_run(folder)
+    ).forecast.time
+    assert time is not None
+    return time
+
+
+def test_what_the_host_takes_to_launch_is_not_divided_by_the_number_of_gpus(tmp_path: Path) -> None:
+    """Of a step of 25 ms the GPU computes for 2: 8 GPUs spare at most 7/8 of these, and the host is as slow as before.
+
+    By hand: a step takes 23 ms in which the GPU waits and 2 / 8 ms of work, or, where this work is done while the
+    host launches the next kernel, all of the 25 ms.
+    """
+    record_run(tmp_path, [0.025] * 12, 8.0)
+    time = forecast_from(tmp_path)
+    first, last = time.rows[0], time.row
+    assert first.step_seconds == pytest.approx(0.025)
+    best, worst = last.step_seconds_range
+    assert best == pytest.approx(0.023 + 0.002 / 8, rel=0.02)
+    assert last.step_seconds == pytest.approx(0.025, rel=0.02)
+    assert 0.025 <= worst < 0.026, "the exchange of a small model is all that is added"
+    assert last.speedup < 1.1
+    assert any("busy for 8% of the time" in each and "does not shrink" in each for each in time.assumes)
+    # A GPU of a third of the rates has three times the work, still less than what the host takes.
+    assert forecast_from(tmp_path, "A100-80").row.step_seconds == pytest.approx(0.025, rel=0.01)
+    # In two micro-steps, half of which one GPU may do at once, the host launches half as much.
+    record_run(tmp_path, [0.025] * 12, 8.0, accumulation=2)
+    assert forecast_from(tmp_path, "H200").row.step_seconds == pytest.approx(0.0125)
+
+
+def test_a_busy_gpu_shares_its_work(tmp_path: Path) -> None:
+    """What is busy all the time divides; of what no telemetry is recorded, the range and the words say what is not."""
+    record_run(tmp_path, [2.5] * 12, 100.0)
+    time = forecast_from(tmp_path)
+    assert time.row.speedup == pytest.approx(8, rel=0.01)
+    record_run(tmp_path, [2.5] * 12, 90.0)
+    half_idle = forecast_from(tmp_path).row
+    # By hand: the GPU waits in a tenth of the step at least, and in a fifth if it computes for half of that time.
+    assert half_idle.step_seconds_range[0] == pytest.approx(0.25 + 0.9 * 2.5 / 8, rel=0.01)
+    assert half_idle.step_seconds == pytest.approx(0.5 + 0.8 * 2.5 / 8, rel=0.01)
+    record_run(tmp_path, [0.0025] * 12, None)
+    time = forecast_from(tmp_path)
+    assert any("how busy the GPU was is not recorded" in each for each in time.assumes)
+    assert time.row.step_seconds_range[1] >= 0.0025, "nothing says that it is not all launching"
+
+
+def test_waiting_for_data_is_not_launching(tmp_path: Path) -> None:
+    """Of 100 ms a step waits 50 for data, which is told; in the other 50 the GPU computes all the time."""
+    record_run(tmp_path, [0.1] * 12, 50.0)
+    row = {"step": 12, "steps": 12, "seconds": 1.2, "phase_steps": 12, "phases": {"data": 0.05, "forward": 0.05}}
+    (tmp_path / "speed.jsonl").write_text(json.dumps(row) + "\n")
+    time = forecast_from(tmp_path)
+    assert time.rows[0].step_seconds == pytest.approx(0.05)
+    assert time.row.speedup > 7
+    assert any("50 ms for which each step waited for data are left out" in each for each in time.assumes)
+
+
+def test_a_measured_launch_is_the_least_that_a_micro_step_takes() -> None:
+    """The host launches for 8 of 10 ms: 8 GPUs, which have 10 / 8 ms of work each, still wait for these 8."""
+    measured = MeasuredStep("measured", "measured", 0.01 / 64, 989.4e12, 4800e9, 0.0, 64, None, 0.008)
+    time = plan_elsewhere(make_job(), configure(), machine_named("8xH200"), HERE, measured).forecast.time
+    assert time is not None
+    assert [time.rows[0].step_seconds, time.row.compute_seconds] == pytest.approx([0.01, 0.008])
+    assert any("8 ms to launch a micro-step" in each for each in time.assumes)
+
+
+def test_what_was_measured_here_knows_what_is_launched() -> None:
+    """Of two sizes that were tried, 8 samples take 9 ms and 64 take 10: of the latter the host launches for 0.8."""
+    tried = [(8, 9e-3, 0.99), (64, 10e-3, 0.8)]
+    values = {"distributed.strategy": "single", "precision.dtype": "bf16", "batch.size": 64}
+    found = Plan(
+        job="stack",
+        global_batch=64,
+        num_steps=4,
+        choices={name: Choice(value=value, reason="measured") for name, value in values.items()},
+        forecast=Forecast(memory=MemoryForecast(parameters=1, gradients=1), step_seconds=10e-3),
+        tried=tuple(
+            Tried(
+                way=StepWay(micro_batch=size, precision="bf16"),
+                measurement=Measurement(sample_seconds=seconds / size, launch_share=share),
+            )
+            for size, seconds, share in tried
+        ),
+        measured=True,
+    )
+    step = MeasuredStep.of_plan(found, machine_named("H200").hardware(HERE))
+    assert (step.launch_seconds, step.micro_batch) == (pytest.approx(8e-3), 64)
 
 
 def test_settings_suit_the_machine_that_is_planned_for(capsys: Any) -> None:

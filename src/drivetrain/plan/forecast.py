@@ -179,10 +179,13 @@ class StepCost(Value):
     micro_step_seconds: float = 0.0  # of each micro-step, whatever its size
     least_seconds: float = 0.0  # of a micro-step: launching its kernels
     optimizer_seconds: float = 0.0  # of each step
+    host_seconds: float = 0.0  # of each micro-step: the device waits for the host, which launches small kernels
+    meanwhile_seconds: float = 0.0  # of one sample: what the device does in that time, besides `sample_seconds`
 
     def of_micro_step(self, num_samples: float) -> float:
         """Return the seconds of a forward and backward over so many samples."""
-        return max(self.least_seconds, self.micro_step_seconds + num_samples * self.sample_seconds)
+        waiting = max(self.host_seconds, num_samples * self.meanwhile_seconds)
+        return max(self.least_seconds, self.micro_step_seconds + num_samples * self.sample_seconds + waiting)
 
 
 class Interconnect(Value):

@@ -16,7 +16,7 @@ from torch import nn
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.value import PrecisionName, format_bytes
+from drivetrain.core.value import PrecisionName, format_bytes, format_duration
 from drivetrain.hardware import Hardware
 from drivetrain.hardware.catalogue import Machine
 from drivetrain.hardware.facts import Gpu
@@ -52,6 +52,7 @@ class Assumed:
     of_pcie: float
     of_network: float
     overlap: float  # the part of the computing that an exchange is hidden behind
+    busy_waiting: float  # the part of the time that a GPU computes in while it waits for its host, kernel by kernel
     hop_seconds: float = 5e-6
     node_hop_seconds: float = 15e-6
 
@@ -59,9 +60,10 @@ class Assumed:
 # FLOPs: GPT-2 reaches 46 % of an H200, ViT-B/16 35 %, ResNet-50 16 % (docs/benchmarks/index.md). Launching: a captured
 # perceptron there takes 2 µs per operation, an eager one 30. NCCL gets 370 of 450 GB/s of NVLink after its protocol's
 # overhead (NVIDIA/nccl-tests issue 212), and 28 of 64 GB/s between eight cards on PCIe (NVIDIA/nccl issue 1639).
-EXPECTED = Assumed(0.30, 0.6, 8e-6, 0.80, 0.40, 0.7, overlap=0.8)
-BEST = Assumed(0.45, 0.8, 2e-6, 0.85, 0.70, 0.9, overlap=1.0)
-WORST = Assumed(0.15, 0.4, 30e-6, 0.60, 0.20, 0.4, overlap=0.0)
+EXPECTED = Assumed(0.30, 0.6, 8e-6, 0.80, 0.40, 0.7, overlap=0.8, busy_waiting=0.5)
+BEST = Assumed(0.45, 0.8, 2e-6, 0.85, 0.70, 0.9, overlap=1.0, busy_waiting=0.0)
+WORST = Assumed(0.15, 0.4, 30e-6, 0.60, 0.20, 0.4, overlap=0.0, busy_waiting=0.75)
+LITTLE_WAITING = 0.05  # of a step, for data: less is not worth a word
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class MeasuredStep:
     peak: float  # FLOP/s of that GPU, in the precision that the step was measured in
     bandwidth: float  # bytes/s of its memory
     micro_step_seconds: float = 0.0
+    micro_batch: float = 0.0  # samples of a micro-step that was measured; 0: not known
+    busy: float | None = None  # the part of the time in which that GPU computed; None: not known
+    launch_seconds: float = 0.0  # until the host has launched a micro-step; 0: not measured
+    is_fused: bool = False  # whether it was compiled or captured: that leaves less to launch
+    data_seconds: float = 0.0  # of a step, for data: left out of all other figures
 
     @staticmethod
     def no_gpu() -> DrivetrainError:
@@ -106,8 +113,17 @@ class MeasuredStep:
             fixed = max(0.0, (sizes[small] - sizes[large]) / (1 / small - 1 / large))
             fixed = min(fixed, per_sample * found.choices["batch.size"].value / 2)
             per_sample -= fixed / found.choices["batch.size"].value
-        precision = found.choices["precision.dtype"].value
-        return cls("measured", f"measured here, on {gpu.name}", per_sample, *_rates_of(gpu, precision), fixed)
+        micro_batch = found.choices["batch.size"].value
+        used = min(
+            (each for each in found.tried if not each.measurement.problem and not each.measurement.is_brief),
+            key=lambda each: abs(each.measurement.sample_seconds * found.global_batch - seconds),
+            default=None,
+        )
+        launching = 0.0 if used is None else used.measurement.launch_share * (per_sample * micro_batch + fixed)
+        rates = _rates_of(gpu, found.choices["precision.dtype"].value)
+        words = f"measured here, on {gpu.name}"
+        is_fused = used is not None and (used.way.capture or used.way.compile_mode is not None)
+        return cls("measured", words, per_sample, *rates, fixed, micro_batch, None, launching, is_fused)
 
     @classmethod
     def of_run(cls, folder: Path) -> "MeasuredStep":
@@ -121,10 +137,31 @@ class MeasuredStep:
             raise DrivetrainError(f"{folder} has no time of a step to forecast from: {what}", remedy=remedy)
         if data.plan.get("num_devices", 1) > 1:
             raise DrivetrainError(f"{folder} ran on several GPUs, whose steps include their exchange", remedy=remedy)
-        seconds = sorted(row["seconds"] / row["samples"] for row in steps)[len(steps) // 2]
-        gpu = Gpu.model_validate(gpus[0])
-        precision = str(data.plan.get("precision", "fp32"))
-        return cls("recorded", f"recorded in {folder}, on {gpu.name}", seconds, *_rates_of(gpu, precision))
+        gpu, rates = (
+            Gpu.model_validate(gpus[0]),
+            _rates_of(Gpu.model_validate(gpus[0]), str(data.plan.get("precision", "fp32"))),
+        )
+        middle = sorted(steps, key=lambda row: row["seconds"] / row["samples"])[len(steps) // 2]
+        seconds, busy, waiting = middle["seconds"], _busy(data), min(data.phases.get("data", 0.0), middle["seconds"])
+        if waiting < LITTLE_WAITING * seconds:
+            waiting = 0.0
+        elif waiting < seconds:
+            seconds -= waiting
+            busy = None if busy is None else min(1.0, busy * middle["seconds"] / seconds)
+        choices = data.plan.get("choices") or {}
+        is_fused = any(
+            (choices.get(name) or {}).get("value") in (True, "on") for name in ("compile.enabled", "kernels.capture")
+        )
+        return cls(
+            "recorded",
+            f"recorded in {folder}, on {gpu.name}",
+            seconds / middle["samples"],
+            *rates,
+            micro_batch=middle["samples"] / max(1, int(data.plan.get("accumulation") or 1)),
+            busy=busy,
+            is_fused=is_fused,
+            data_seconds=waiting,
+        )
 
     def on(self, peak: float, bandwidth: float, flops: float) -> tuple[float, float, float]:
         """Return how much longer the same step takes on a GPU of other rates: as expected, at best, at worst.
@@ -135,6 +172,63 @@ class MeasuredStep:
         share = min(1.0, flops / (self.sample_seconds * self.peak) / BEST.of_peak)
         expected = share * by_peak + (1 - share) * by_memory
         return expected, min(by_peak, by_memory), max(by_peak, by_memory)
+
+    def host_share(self, assumed: Assumed) -> float:
+        """Return the part of a step in which the GPU waits for its host, by how busy it was.
+
+        The rest of the step it computes all the time. While it waits it computes for a part of the time as well, of
+        which only a range is known.
+        """
+        return 0.0 if self.busy is None else min(1.0, (1 - self.busy) / (1 - assumed.busy_waiting))
+
+    def cost(self, assumed: Assumed, longer: float, num_operations: int) -> StepCost:
+        """Return what a step costs on a GPU that takes so many times longer for the same work.
+
+        Launching takes as long as here: the host is taken to be as fast, and a smaller batch has as many kernels.
+        """
+        whole = self.sample_seconds * self.micro_batch + self.micro_step_seconds
+        share = self.host_share(assumed)
+        launching = self.launch_seconds or num_operations * self.operation_seconds(assumed)
+        least = max(launching, num_operations * BEST.launch_seconds)  # a kernel takes as long, however little it does
+        return StepCost(
+            sample_seconds=self.sample_seconds * (1 - share) * longer,
+            micro_step_seconds=self.micro_step_seconds * longer,
+            least_seconds=min(whole, least) if whole else least,
+            host_seconds=self.sample_seconds * self.micro_batch * share,
+            meanwhile_seconds=self.sample_seconds * max(0.0, (self.busy or 0.0) - (1 - share)) * longer,
+        )
+
+    def operation_seconds(self, assumed: Assumed) -> float:
+        """Return what the host is taken to need to launch an operation, where that was not measured."""
+        if not self.is_fused:
+            return assumed.launch_seconds
+        return EXPECTED.launch_seconds if assumed is WORST else BEST.launch_seconds
+
+    def launching_in_words(self) -> Iterator[str]:
+        """Yield what is known or assumed of the part of a step that does not shrink with a GPU's share of it."""
+        rest = "that does not shrink with a GPU's share of the batch"
+        if self.launch_seconds:
+            yield f"the host needs {format_duration(self.launch_seconds)} to launch a micro-step, as measured: {rest}"
+            return
+        if self.busy is not None:
+            share, least, most = (f"{self.host_share(each):.0%}" for each in (EXPECTED, BEST, WORST))
+            yield (
+                f"the GPU was busy for {self.busy:.0%} of the time, so for {share} ({least} to {most}) of a step it "
+                f"waits for its host, which launches kernels: {rest}"
+            )
+        unknown = "" if self.busy is not None else "; how busy the GPU was is not recorded, so it may be all of a step"
+        each, least, most = (f"{self.operation_seconds(of) * 1e6:g}" for of in (EXPECTED, BEST, WORST))
+        yield f"{each} µs ({least} to {most}) to launch an operation: {rest}{unknown}"
+        if self.data_seconds:
+            yield f"the {format_duration(self.data_seconds)} for which each step waited for data are left out"
+
+
+def _busy(data: RunData) -> float | None:
+    """Return the part of the time in which a run's GPU computed, by the driver; None if that is not recorded."""
+    last, own = data.steps[-1]["step"], [row for row in data.devices if str(row.get("device", "")).startswith("gpu")]
+    shares = ((row.get("step", 0), row.get("utilisation_percent")) for row in own)
+    found = sorted(float(share) for step, share in shares if share is not None and 0 < step < last)
+    return found[len(found) // 2] / 100 if found else None
 
 
 def _rates_of(gpu: Gpu, precision: str) -> tuple[float, float]:
@@ -258,10 +352,7 @@ def _time(
     paces = []
     for assumed, factor in zip((EXPECTED, BEST, WORST), longer, strict=True):
         if measured is not None:
-            cost = StepCost(
-                sample_seconds=measured.sample_seconds * factor,
-                micro_step_seconds=measured.micro_step_seconds * factor,
-            )
+            cost = measured.cost(assumed, factor, needs.num_operations)
         else:
             cost = _counted(needs, flops * (of_peak or assumed.of_peak), bandwidth, assumed)
         paces.append(Pace(cost=cost, links=_links(machine, assumed), overlap=assumed.overlap))
@@ -306,6 +397,7 @@ def _assumptions(
     wires = machine.wires
     if measured is not None:
         yield f"a step as {measured.words}, scaled by the rates of the data sheets"
+        yield from measured.launching_in_words()
     elif of_peak is not None:
         yield f"{of_peak:.0%} of {peak:,.0f} TFLOP/s in {precision}, as stated"
     else:
