@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from math import ceil
 from typing import Any
 
-from drivetrain.core.value import format_count
+from drivetrain.core.value import format_count, format_duration
 from drivetrain.monitor.phases import PHASES, Laps
 from drivetrain.plan.knobs import REMEDIES
 from drivetrain.plan.rules import NEARLY_BEST, WORTH_IT, forecast_step
@@ -128,7 +128,7 @@ def diagnose(seen: Observed) -> Diagnosis:
     """Diagnose some steps. Avoidable waits lead if they take much; otherwise how the device is used does."""
     seconds = seen.steps * seen.step_seconds
     if not is_enough(seen.steps, seconds):
-        words = f"{format_count(seen.steps, 'step')} in {seconds:.1f} s: too short to judge"
+        words = f"{format_count(seen.steps, 'step')} in {format_duration(seconds)}: too short to judge"
         return Diagnosis((Symptom("too short", 0.0, words),), seen.steps)
     held_up = sorted(
         (finding for finding in _hold_ups(seen) if finding.share >= NOTABLE), key=lambda finding: -finding.share

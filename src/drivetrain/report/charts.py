@@ -215,6 +215,8 @@ def _speed(data: RunData) -> Iterator[Chart]:
     yield {"title": "Samples per second", "lines": [rate] if rate["x"] else [], "from_zero": True}
     names = dict.fromkeys(name for row in data.speed for name in row["phases"])
     rows = [{"step": row["step"], **{name: 1e3 * row["phases"].get(name, 0.0) for name in names}} for row in data.speed]
+    if len(rows) == 1:  # an area takes two places: the row holds for all of its steps
+        rows.insert(0, {**rows[0], "step": max(1, rows[0]["step"] - data.speed[0]["steps"] + 1)})
     yield {
         "title": "Where a step's time goes (ms)",
         "lines": [line for line in (_line(name, rows, name) for name in names) if line["x"]],
