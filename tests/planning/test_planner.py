@@ -530,3 +530,20 @@ def test_planning_shows_no_bar_in_a_log() -> None:
         progress.begins("trying eager", 3.0)
         progress(StepWay(micro_batch=4), Measurement(sample_seconds=0.5))
     assert [line.strip() for line in shown.getvalue().splitlines()][1:] == ["fp32, micro-batch 4, eager: 2 samples/s"]
+
+
+@pytest.mark.parametrize("lines", ["{\n", '"never closed\n', "# -*- coding: nothing -*-\n"])
+def test_code_of_files_that_are_no_python_has_a_key(tmp_path: Path, lines: str) -> None:
+    """As cells of a notebook have. Compiled functions have neither a file nor, some of them, a module."""
+    file = tmp_path / "notebook.ipynb"
+    file.write_text(lines * 4)
+
+    def made(result: int) -> Any:
+        found: dict[str, Any] = {"__name__": "__main__"}
+        text = f"def loss(model, batch):\n    return sum(model(item) + {result} for item in batch)\n"
+        exec(compile(text, str(file), "exec"), found)
+        return found["loss"]
+
+    assert planner._sources([made(1)]) == planner._sources([made(1)])
+    assert planner._sources([made(1)]) != planner._sources([made(2)])
+    assert len(planner._sources([len, [].append, functional.relu])) == 2, "torch's own go with its version"

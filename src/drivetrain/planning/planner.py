@@ -9,8 +9,10 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from tokenize import TokenError
 from typing import Any, Protocol, Self
 
 import torch
@@ -20,6 +22,7 @@ from rich.table import Column
 from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint
+from drivetrain.core.code_fingerprint import function_fingerprint
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.log import notice
 from drivetrain.core.precision import RECIPES, fits_fp8
@@ -699,17 +702,17 @@ def _functions(job: Job) -> list[Any]:
 
 
 def _sources(things: Iterable[Any]) -> list[str]:
-    """Return the source of functions and classes, else their compiled code. torch's own go with its version."""
-    found = []
-    for thing in things:
-        if getattr(thing, "__module__", "").startswith("torch."):
-            continue
-        try:
-            found.append(inspect.getsource(thing))
-        except (OSError, TypeError):
-            code = getattr(thing, "__code__", None)
-            found.append(repr((code.co_code, code.co_consts, code.co_names)) if code else type(thing).__qualname__)
-    return sorted(found)
+    """Return the source of functions and classes. torch's own go with its version."""
+    own = [thing for thing in things if not str(getattr(thing, "__module__", "")).startswith("torch.")]
+    return sorted(map(_source, own))
+
+
+def _source(thing: Any) -> str:
+    """Return the source of a function or class, else a fingerprint of its code: its file may be no Python."""
+    with suppress(OSError, TypeError, SyntaxError, TokenError):
+        if (inspect.getsourcefile(thing) or "").endswith((".py", ">")):  # cells of a notebook are `<…>`
+            return inspect.getsource(thing)
+    return function_fingerprint(thing)
 
 
 def _does_not_fit(run: Session, model: nn.Module, way: StepWay, tried: list[Tried]) -> DrivetrainError:
