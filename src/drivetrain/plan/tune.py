@@ -144,7 +144,7 @@ def find_repeatable(
         stopped = why_stop()
         if stopped:
             break
-        trial, cost = here(way), None
+        trial = here(way)
         if trial.repeats:
             cost = cost_of(way)
             would_be_taken = "repeat" in pinned or (cost is not None and cost <= MOST_COST)

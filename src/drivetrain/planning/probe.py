@@ -30,7 +30,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept, is_out_of_memory, untouched
 from drivetrain.core.metrics import LossSum, logging_loss
 from drivetrain.core.optimizers import Turn
-from drivetrain.core.precision import Precision, num_threads, numerics
+from drivetrain.core.precision import Precision
 from drivetrain.core.run_folder import read_rows
 from drivetrain.core.schedules import is_factor
 from drivetrain.core.world import World, synchronize
@@ -46,8 +46,8 @@ from drivetrain.plan.fitting import count_held
 from drivetrain.plan.knobs import CompileScope, StepWay
 from drivetrain.plan.rules import DataFigures, DataPath, choose_data_path, workers_worth
 from drivetrain.plan.tune import Measurement
-from drivetrain.run.memory import CudaPeakMeter, NoPeakMeter
-from drivetrain.run.session import Session, switches_of
+from drivetrain.run.memory import peak_meter
+from drivetrain.run.session import Session, step_numerics
 from drivetrain.strategies import SingleStrategy, StrategyParts, Trial, make_average
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compile_repeated, compiled, forget_compiled, num_graphs, varying_dims_of
@@ -123,15 +123,14 @@ class StepProbe:
     def _run(self, way: StepWay, seconds: float, num_parts: int) -> Measurement:
         job, device = self._job, self._world.device
         share = -(-(job.largest_batch or 1) // self._world.size)
-        meter = CudaPeakMeter(device) if device.type == "cuda" else NoPeakMeter()
+        meter = peak_meter(device, may_be_coarse=False)
         meter.reset()
         batch, num_samples = self._batch(way.but(micro_batch=max(1, way.micro_batch // num_parts)))
         model = self._copy(way)
         precision = Precision(way.precision, device.type)
         # As the run has them: otherwise kernels would be measured that the run does not use. A brief look is for
         # memory: with many convolutions, cuDNN would spend ten seconds and more on looking for the fastest of each.
-        switches = switches_of(way, self._cudnn_benchmark and seconds > 0)
-        with numerics(precision, **switches), num_threads(way.num_threads):
+        with step_numerics(way, precision, cudnn_benchmark=self._cudnn_benchmark and seconds > 0):
             problem = self._strays(model, batch, way, precision)
             if problem:
                 return Measurement(problem=problem)
@@ -165,7 +164,7 @@ class StepProbe:
                     captured[number] = CapturedStep(record, strategy, objective, [same] * number)
             synchronize(device)
             warm = time.perf_counter() - began
-            if way.compile_mode and not self._was_compiled(way, model, graphs):
+            if way.compile_mode and not self._was_compiled(graphs, blocks_of=None if way.compiles_loss else model):
                 return Measurement(problem="nothing was compiled")
             one, more = _step_seconds(step, device, seconds, count, at_once)
             whole = one + (count - 1) * max(more, 0.0) if num_parts == 1 else one / num_samples * share
@@ -200,7 +199,7 @@ class StepProbe:
         job, device = self._job, self._world.device
         precision = Precision(way.precision, device.type)
         division = Division(job.num_samples or 1, job.largest_batch or 1, way.micro_batch, self._world.size)
-        with untouched(device), numerics(precision, **switches_of(way, False)):
+        with untouched(device), step_numerics(way, precision, cudnn_benchmark=False):
             model, loader = self._copy(way.but(compile_mode=None, capture=False)), self._make_loader(division)
             optimizer, found = job.make_optimizer(model), list[float]()
             rates = [group["lr"] for group in optimizer.param_groups]
@@ -273,14 +272,19 @@ class StepProbe:
             recompute(model)
         return model
 
-    def _was_compiled(self, way: StepWay, model: nn.Module, graphs_before: int) -> bool:
-        """Return whether something was compiled, in this probe or by an earlier one whose code is used again."""
+    def _was_compiled(self, graphs_before: int, *, blocks_of: nn.Module | None) -> bool:
+        """Return whether something was compiled, in this probe or by an earlier one whose code is used again.
+
+        Args:
+            graphs_before: How many graphs the compiler had made before this probe.
+            blocks_of: The model whose blocks are compiled by themselves; None where the loss function is.
+        """
         if num_graphs() > graphs_before:
             return True
-        if not way.compiles_loss:
-            return any(has_compiled(type(block).forward) for block in repeated_blocks(model).values())
+        if blocks_of is not None:
+            return any(_has_compiled(type(block).forward) for block in repeated_blocks(blocks_of).values())
         losses = [turn.loss for turn in self._job.turns] or [self._job.loss_function]
-        return all(has_compiled(logging_loss(loss)) for loss in losses)
+        return all(_has_compiled(logging_loss(loss)) for loss in losses)
 
     def _batch(self, way: StepWay) -> tuple[Any, int]:
         """Return the job's first micro-batch; where samples have different sizes, one of the largest found."""
@@ -302,7 +306,7 @@ class StepProbe:
             return ""
         if way.precision not in self._found_to_stray:
             # To look for the fastest convolutions of both would take longer than the rest of the probe.
-            with numerics(precision, **switches_of(way, False)):
+            with step_numerics(way, precision, cudnn_benchmark=False):
                 reference = _loss(self._job, model, batch, Precision("fp32", precision.device_type))
                 found = _loss(self._job, model, batch, precision)
             # A loss that is not a number is near nothing: any comparison with it is false.
@@ -472,7 +476,7 @@ def _first_line(error: Exception) -> str:
     return lines[0][:200] if lines else ""
 
 
-def has_compiled(function: Any) -> bool:
+def _has_compiled(function: Any) -> bool:
     """Return whether the compiler has made something of a function's code."""
     code = getattr(function, "__code__", None)
     return code is not None and bool(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))

@@ -25,15 +25,13 @@ from drivetrain.planning.probe import (
     WARM_STEPS,
     Journal,
     StepProbe,
-    has_compiled,
 )
 from drivetrain.run.assemble import assemble, make_loader
-from drivetrain.run.memory import CudaPeakMeter, NoPeakMeter, needs_of
+from drivetrain.run.memory import needs_of, peak_meter
 from drivetrain.run.model_factory import build_model, couples_samples, prepare_model
 from drivetrain.run.session import Session
 from drivetrain.strategies import Trial
 from drivetrain.strategies.compiling import num_graphs
-from drivetrain.strategies.layers import repeated_blocks
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.turns import turns_in
 
@@ -236,7 +234,7 @@ class ShardedProbe(StepProbe):
         job, world, device = self._job, self._world, self._world.device
         share = -(-(job.largest_batch or 1) // world.size)
         count = -(-share // way.micro_batch)
-        meter = CudaPeakMeter(device) if device.type == "cuda" else NoPeakMeter()
+        meter = peak_meter(device, may_be_coarse=False)
         meter.reset()
         batch, num_samples = self._batch(way)
         graphs = num_graphs() if way.compile_mode else 0
@@ -267,7 +265,7 @@ class ShardedProbe(StepProbe):
                 step(at_once)
             synchronize(device)
             warm = time.perf_counter() - began
-            if way.compile_mode and num_graphs() == graphs and not _blocks_are_compiled(prepared.model):
+            if way.compile_mode and not self._was_compiled(graphs, blocks_of=prepared.model):
                 return Measurement(problem="nothing was compiled")
             one = _seconds_of(lambda: step(1), world, seconds) if seconds or at_once == 1 else 0.0
             both = _seconds_of(lambda: step(2), world, seconds) if at_once == 2 else 2 * one
@@ -315,7 +313,3 @@ def _held(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
         "gradient_bytes": trained,
         "optimizer_bytes": count_held(nn.Module(), optimizer).optimizer,
     }
-
-
-def _blocks_are_compiled(model: nn.Module) -> bool:
-    return any(has_compiled(type(block).forward) for block in repeated_blocks(model).values())

@@ -218,9 +218,17 @@ class NoPeakMeter:
         return 0
 
 
-def peak_meter(device: torch.device) -> PeakMeter:
+def peak_meter(device: torch.device, *, may_be_coarse: bool = True) -> PeakMeter:
+    """Return what counts the memory of a device.
+
+    Args:
+        device: The device.
+        may_be_coarse: Whether pages of the whole process will do, where tensors cannot be counted; else nothing is.
+    """
     if device.type == "cuda":
         return CudaPeakMeter(device)
+    if not may_be_coarse:
+        return NoPeakMeter()
     try:
         meter = ResidentPeakMeter()
         meter.reset()

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypedDict
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -395,12 +395,9 @@ class Session:
         things = {} if self.sharded is not None and self.sharded.options.offload else {"model": model}
         return lambda batch: assert_on_device(self.world.device, **things, batch=batch)
 
-    @contextmanager
-    def numerics(self) -> Iterator[None]:
+    def numerics(self) -> AbstractContextManager[None]:
         """Set the switches of torch that this run wants, for the duration of the run."""
-        switches = numerics(self.precision, **switches_of(self.way, self.config.kernels.cudnn_benchmark))
-        with switches, num_threads(self.way.num_threads):
-            yield
+        return step_numerics(self.way, self.precision, cudnn_benchmark=self.config.kernels.cudnn_benchmark)
 
     def stream(self) -> AbstractContextManager[None]:
         """Return the context of the run: steps that are captured need a separate stream."""
@@ -560,18 +557,20 @@ def _of_this_start(config: Config, *, fresh: bool | None, extend: bool) -> Confi
     return config.model_copy(update={"checkpoint": start})
 
 
-class Switches(TypedDict):
-    """Keyword arguments of `core.precision.numerics`."""
+@contextmanager
+def step_numerics(way: StepWay, precision: Precision, *, cudnn_benchmark: bool) -> Iterator[None]:
+    """Set the switches of torch that a way of running steps asks for: of a run, and where the way is measured.
 
-    deterministic: bool
-    cudnn_benchmark: bool
-    cudnn_deterministic: bool
-
-
-def switches_of(way: StepWay, cudnn_benchmark: bool) -> Switches:
-    """Return the switches for a way, where the user allows cuDNN to choose by timing or not."""
-    return Switches(
+    Args:
+        way: How steps are run.
+        precision: The number format of its steps.
+        cudnn_benchmark: Whether cuDNN may choose its convolutions by timing, where steps need not repeat to the bit.
+    """
+    switches = numerics(
+        precision,
         deterministic=way.repeat == "strict",
         cudnn_benchmark=cudnn_benchmark and way.repeat == "off",
         cudnn_deterministic=way.repeat != "off",
     )
+    with switches, num_threads(way.num_threads):
+        yield
