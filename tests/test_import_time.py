@@ -3,6 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
+import drivetrain
+import drivetrain.core.hook
+
 TIMED = "import time; begin = time.process_time(); {}; print(time.process_time() - begin)"  # not of other processes
 TORCH = TIMED.format("import torch")
 DRIVETRAIN = TIMED.format("import drivetrain")
@@ -26,3 +31,11 @@ def test_a_name_that_is_not_there() -> None:
     code = "import drivetrain; drivetrain.Traner"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "has no attribute 'Traner'" in done.stderr
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_names_of_a_module_that_is_loaded_leave_the_garbage_collector_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[str] = []
+    monkeypatch.setattr(drivetrain.gc, "freeze", lambda: frozen.append("freeze"))
+    assert drivetrain._load("drivetrain.core.hook") is sys.modules["drivetrain.core.hook"]
+    assert frozen == []

@@ -125,8 +125,10 @@ def _load(module: str) -> ModuleType:
     Nor are these objects looked at as new ones right after it, in 0.3 s more: they join the oldest, as they would then.
     What trains takes seconds with all of PyTorch that it needs; a terminal shows that, until it is there.
     """
+    if module in sys.modules:
+        return import_module(module)  # which waits while another thread is loading it
     collects = gc.isenabled()
-    is_long = module.startswith("drivetrain.api.") and module not in sys.modules and _is_terminal()
+    is_long = module.startswith("drivetrain.api.") and _is_terminal()
     gc.disable()
     try:
         if is_long:
