@@ -12,7 +12,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from drivetrain.core.processes import OrphanGuard, SetAside, descendants, kill_tree
+from drivetrain.core.processes import OrphanGuard, SetAside, descendants, kill_tree, restore_handler
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part in it is Linux's")
 
@@ -192,3 +192,16 @@ sys.exit(found)
 def test_a_forked_child_does_not_collect_what_its_parent_left(how: str, code: int) -> None:
     """Nor while others' handlers run in it; its own garbage is collected as ever."""
     assert subprocess.run([sys.executable, "-c", CHILD, how], check=False).returncode == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
+def test_a_handler_that_was_not_set_from_python_becomes_the_default(number: int) -> None:
+    """`signal.signal` returns None for it, which it does not take."""
+    default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, lambda *_: None)
+    try:
+        restore_handler(number, None)
+        assert signal.getsignal(number) == default
+    finally:
+        restore_handler(number, before)
+    assert signal.getsignal(number) == before

@@ -29,7 +29,7 @@ from drivetrain.api.training import train
 from drivetrain.config import Config
 from drivetrain.core.aims import Aim, Mode
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.processes import die_with_parent, pausing
+from drivetrain.core.processes import die_with_parent, pausing, restore_handler
 from drivetrain.core.run_folder import is_finished, read_rows, write_atomically
 from drivetrain.core.value import format_count, format_duration
 from drivetrain.job import Job
@@ -553,7 +553,7 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
     try:
         yield
     finally:
-        signal(SIGTERM, before)
+        restore_handler(SIGTERM, before)
 
 
 @contextmanager

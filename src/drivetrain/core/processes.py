@@ -120,6 +120,16 @@ def written_first(say: Callable[[str], None]) -> Iterator[None]:
         signal.raise_signal(waiting[0][0])
 
 
+def restore_handler(number: int, handler: Any) -> None:
+    """Put a handler back that `signal.signal` returned. None stands for one that was not set from Python.
+
+    That one cannot be put back: it becomes Python's default.
+    """
+    if handler is None:
+        handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    signal.signal(number, handler)
+
+
 @contextmanager
 def _handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[Callable[[], None]]:
     """Install the handlers and yield a function that restores the previous ones; it is called on exit in any case."""
@@ -127,7 +137,7 @@ def _handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[Callab
 
     def put_back() -> None:
         for handled, handler in before.items():
-            signal.signal(handled, handler)
+            restore_handler(handled, handler)
             _ours.remove(handle)
         before.clear()
 
@@ -237,7 +247,7 @@ def _with_default_signals() -> None:
     """Handle signals in a forked process as without us, from its first moment: a script may end it by one."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) in _ours:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            restore_handler(number, None)
     _ours.clear()
     _after_fork()
 
@@ -327,7 +337,7 @@ def hearing() -> Iterator[StopWish]:
     finally:
         for number, handler in before.items():
             # The same signal, late, must not become the exit code.
-            signal.signal(number, signal.SIG_IGN if wish.has_come() else handler)
+            restore_handler(number, signal.SIG_IGN if wish.has_come() else handler)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
