@@ -513,6 +513,13 @@ def test_a_curriculum_that_a_hook_sets_is_reported(tmp_path: Path) -> None:
         def load_state_dict(self, state: Any) -> None:
             data.level = state["level"]
 
+    class Reading(dt.Hook):
+        every = 1
+        changes_data = False
+
+        def __call__(self, context: dt.StepContext) -> None:
+            data.level = 1 + context.step
+
     def harder(context: dt.StepContext) -> None:
         data.level = 1 + context.step
 
@@ -520,7 +527,7 @@ def test_a_curriculum_that_a_hook_sets_is_reported(tmp_path: Path) -> None:
     (note,) = notes_on_data(tmp_path / "function")
     assert "harder has changed level of the data set" in note
     assert "load_state_dict" in note
-    for hook in (Remembering(), dt.every(1, lambda context: None)):
+    for hook in (Remembering(), Reading(), dt.every(1, lambda context: None)):
         folder = tmp_path / type(hook).__name__
         weights_of(job_of(data=data, hooks=[hook]), folder)
         assert notes_on_data(folder) == []

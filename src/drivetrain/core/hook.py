@@ -157,7 +157,8 @@ class Hook(Protocol):
     """Work that is done again and again between steps, on all ranks. `every` makes one of a function.
 
     A class that inherits from it needs `__call__` only: it is then called at the end of each epoch and saves nothing.
-    Classes that do not inherit have all four members.
+    Classes that do not inherit have all four members. A hook that only reads the data set may say so by an attribute,
+    `changes_data = False`; others are watched for changes of it, which no checkpoint would hold.
 
     Example:
         >>> import drivetrain as dt

@@ -89,11 +89,6 @@ def _settings_of(thing: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any
             yield from _settings_of(value, f"{prefix}{name}.", depth - 1)
 
 
-def _is_ours(hook: Hook) -> bool:
-    """Return whether a hook is one of the experts' lifecycle, which reads samples, and changes no data."""
-    return type(hook).__module__.startswith("drivetrain.moe.")
-
-
 def _name(hook: Hook) -> str:
     return str(hook) if type(hook).__str__ is not object.__str__ else type(hook).__name__
 
@@ -172,7 +167,8 @@ class HookCalls:
             put_away(self._model)
             modes = modes_of(self._modules)
             phase = "validation" if hook is self._validation else "hooks"
-            attributes = self._data.attributes() if phase == "hooks" and not _is_ours(hook) else {}
+            is_watched = phase == "hooks" and getattr(hook, "changes_data", True)
+            attributes = self._data.attributes() if is_watched else {}
             with supervision.in_phase(phase), collecting(copies=self._world.is_main) as logged:
                 verdicts.append(hook(context) or Verdict())
             if attributes and (words := self._data.judge(attributes, hook)):

@@ -161,6 +161,8 @@ class Knowledge:
         >>> hooks = [Lifecycle(knowledge=Knowledge(labels=lambda batch: batch[1]))]  # for dt.Job(hooks=…)
     """
 
+    changes_data = False
+
     def __init__(
         self,
         every: int = 100,
@@ -395,6 +397,8 @@ def _strongest(
 
 class KnowledgeFiles:
     """Writes `knowledge/epoch_0003.json` at the end of the third epoch, or `step_…` where it is written by steps."""
+
+    changes_data = False
 
     def __init__(self, knowledge: Knowledge, every: int | Literal["epoch"] = "epoch") -> None:
         check_every("KnowledgeFiles", every)

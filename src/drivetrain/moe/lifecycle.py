@@ -128,6 +128,8 @@ class Lifecycle:
         >>> hooks = [Lifecycle(every=50, rules=Rules(max_experts=16))]  # for dt.Job(hooks=…)
     """
 
+    changes_data = False
+
     def __init__(
         self, every: int = 100, rules: Rules | None = None, seed: int = 0, knowledge: Knowledge | None = None
     ) -> None:

@@ -597,6 +597,8 @@ class LoadReport:
         >>> hooks = [LoadReport(every=50)]  # for dt.Job(hooks=…)
     """
 
+    changes_data = False
+
     def __init__(self, every: int = 100) -> None:
         check_every("LoadReport", every)
         self.every = every

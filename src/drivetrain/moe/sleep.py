@@ -42,6 +42,8 @@ class Sleep:
         >>> hooks = [lifecycle, Sleep(every=25, lifecycle=lifecycle)]  # for dt.Job(hooks=…)
     """
 
+    changes_data = False
+
     def __init__(
         self,
         every: int = 25,
