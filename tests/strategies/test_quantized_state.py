@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import drivetrain as dt
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.core.world import World
-from drivetrain.strategies.optimizer_state import Encoder
+from drivetrain.strategies.optimizer_state import Decoder, Encoder
 
 STEPS = 9
 
@@ -102,3 +102,12 @@ def test_shards_in_8_bits_are_refused(tmp_path: Path) -> None:
 def test_tensors_of_a_kind_that_is_not_known_are_refused() -> None:
     with pytest.raises(dt.DrivetrainError, match="a TwoTensor, a tensor of a kind that checkpoints do not know"):
         Encoder(lambda key, value: None).encode(TwoTensor(torch.ones(2), torch.ones(2)), "the state", "key")
+
+
+@pytest.mark.parametrize("dtype", ["float33", "nn", "bfloat16.x", ""])
+def test_a_damaged_dtype_is_reported(dtype: str) -> None:
+    """The names of torch that are no dtypes, too."""
+    kind = "torchao.optim.subclass_8bit:OptimState8bit"
+    damaged = {"$": "wrapper", "kind": kind, "parts": {}, "signed": True, "dtype": dtype}
+    with pytest.raises(dt.DrivetrainError, match=f"of the dtype {dtype!r}, which torch does not have"):
+        Decoder(lambda key: torch.ones(2), torch.device("cpu")).decode(damaged)

@@ -162,10 +162,14 @@ class Decoder:
                 f"the checkpoint holds tensors of the kind {value['kind']!r}, which this version does not know",
                 remedy="use the version of drivetrain that wrote it, or a newer one",
             )
+        dtype = getattr(torch, str(value["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise DrivetrainError(
+                f"the checkpoint holds an optimizer state of the dtype {value['dtype']!r}, which torch does not have",
+                remedy="it is damaged, or of a newer torch: use the version that wrote it, or an older checkpoint",
+            )
         parts = {name: self.decode(part) for name, part in value["parts"].items()}
-        made: Tensor = _state_of_8_bits()(
-            *(parts[name] for name in _WRAPPERS[value["kind"]]), value["signed"], getattr(torch, value["dtype"])
-        )
+        made: Tensor = _state_of_8_bits()(*(parts[name] for name in _WRAPPERS[value["kind"]]), value["signed"], dtype)
         return made
 
 
