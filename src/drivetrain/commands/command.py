@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from pydantic import BaseModel, Field
 
-from drivetrain.config import SETTINGS, AfterDashes, Setting
+from drivetrain.config import SETTINGS, AfterDashes, Positional, Setting
 from drivetrain.core import plugins
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.plugins import literal_facts
@@ -80,6 +80,7 @@ class Command(Value):
 class ForScript(BaseModel):
     """The options of a command whose target may be a script."""
 
+    target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
     arguments: Annotated[tuple[str, ...], AfterDashes()] = Field((), description="for a script, as they are")
 
 

@@ -41,7 +41,6 @@ EXAMPLES_BENCHMARK = (
 
 
 class BenchmarkOptions(ForScript):
-    target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
     iterations: Annotated[int, Flag("iterations")] = Field(20, ge=1, description="how many steps are measured")
     as_json: Annotated[bool, Flag("json")] = Field(False, description="all figures as JSON")
 
@@ -110,7 +109,6 @@ EXAMPLES_FIND_LR = (
 
 
 class FindLrOptions(ForScript):
-    target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
     lowest: Annotated[float, Flag("lowest")] = Field(1e-7, gt=0, description="learning rate of the first step")
     highest: Annotated[float, Flag("highest")] = Field(10.0, gt=0, description="learning rate of the last step")
     steps: Annotated[int, Flag("steps")] = Field(100, ge=10, description="how many steps are trained")
@@ -273,7 +271,6 @@ EXAMPLES_PROVE = (
 
 
 class ProveOptions(ForScript):
-    target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
     full: Annotated[bool, Flag("full")] = Field(
         False, description="try everything: micro-batches of 1, 3 processes, six kills, another number of processes"
     )

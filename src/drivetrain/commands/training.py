@@ -259,7 +259,6 @@ EXAMPLES_PLAN = (
 
 
 class PlanOptions(ForScript):
-    target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
     measure: Annotated[bool, Flag("measure")] = Field(
         False, description="try ways of running a step on a copy of the model"
     )
