@@ -376,7 +376,7 @@ def test_a_strategy_of_a_plan_that_does_not_fit_is_told_by_file_and_line(tmp_pat
     flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path)]
     assert main(["train", "digits", "--plan", str(file), *flags]) == 2
     said = capsys.readouterr().err
-    assert "distributed.strategy (l4.yaml line 3): ddp is several processes, and this is the only one" in said
+    assert "distributed.strategy (l4.yaml line 3): ddp needs several processes, and this is the only one" in said
     assert "--parallel-strategy" not in said
     assert f"drivetrain plan TARGET --out {file}" in said
 

@@ -290,8 +290,8 @@ def strategies_under_a_launcher(folder: str) -> list[str]:
 def test_under_a_launcher(gloo_pool: GlooPool, tmp_path: Path) -> None:
     for messages in gloo_pool.run(strategies_under_a_launcher, str(tmp_path), world=2):
         assert messages == [
-            "single is one process, and a launcher started 2",
-            "data_parallel is one process, and a launcher started 2",
+            "single runs in one process, and a launcher started 2",
+            "data_parallel runs in one process, and a launcher started 2",
         ]
     assert "strategy: ddp" in (tmp_path / "suite" / "plan.yaml").read_text()
 

@@ -244,7 +244,7 @@ def test_what_rank_0_cannot_read_is_an_error_on_all(gloo_pool: GlooPool) -> None
 
 
 def test_a_single_process_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expert_parallel is several processes"):
+    with pytest.raises(ConfigError, match="expert_parallel needs several processes"):
         run_mixture(str(tmp_path), STEPS, Mixture(), 30, EXPERT_PARALLEL)
     model = nn.Sequential(MixtureOfExperts(4, 2, 4))
     parts = StrategyParts(model, mixture_loss, sgd(model.parameters()))

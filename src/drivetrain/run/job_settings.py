@@ -152,10 +152,10 @@ def refuse_strategy(config: Config, world: World, devices: Sequence[torch.device
     spec = strategy_spec(asked)
     refuse_without_package(asked, spec)
     if world.size > 1 and spec.processes == "one":
-        message = f"{asked} is one process, and a launcher started {world.size}"
+        message = f"{asked} runs in one process, and a launcher started {world.size}"
         raise _problem(config, message, _others("one"), "use ddp, or start the script with plain python")
     if world.size == 1 and spec.processes == "several":
-        message = f"{asked} is several processes, and this is the only one"
+        message = f"{asked} needs several processes, and this is the only one"
         remedy = (
             "start several: drivetrain train TARGET --num-processes 2 (and --cpu where there is no GPU), torchrun or "
             f"srun; or {_LEAVE_OUT}"

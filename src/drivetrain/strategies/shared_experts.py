@@ -418,7 +418,7 @@ class SharedExperts:
             )
         if world.group is None:
             raise DrivetrainError(
-                "expert parallel is several processes, and this is the only one", remedy="start it with a launcher"
+                "expert parallel needs several processes, and this is the only one", remedy="start it with a launcher"
             )
         if any(layer.experts.num_slots != layer.num_slots for layer in self.layers.values()):
             raise DrivetrainError(
