@@ -115,7 +115,7 @@ class CheckpointSaver:
 
     @property
     def snapshot(self) -> Callable[[int], Callable[[bool], None]] | None:
-        """The function that takes the state of a step not judged yet; None if saves wait. See `Trainer.snapshot`."""
+        """The function that takes the state of a step not judged yet; None if saves wait. See `loop.trainer.Saver`."""
         return None if self._saver is None else self._snapshot
 
     def watch_frozen(self, state: Callable[[], State]) -> None:
