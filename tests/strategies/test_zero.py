@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.plan import Choice
+from drivetrain.run import model_factory
+from drivetrain.run.job_settings import refuse_conflicts
 from drivetrain.strategies.deepspeed import SPEC
 from drivetrain.strategies.spec import refuse_without_package
 from drivetrain.strategies.zero import (
@@ -268,6 +272,24 @@ def test_options_without_the_strategy() -> None:
     with pytest.raises(ConfigError, match="cannot be compiled"):
         configure(parallel_strategy="deepspeed", zero_stage=3, compile=True)
     assert configure(parallel_strategy="deepspeed", zero_stage=3, offload_optimizer=True).deepspeed.stage == 3
+
+
+def test_auto_that_takes_a_strategy_which_settings_contradict(tmp_path: Path) -> None:
+    """Nobody asked for DeepSpeed by name, so that its conflicts are known once the model is."""
+    import drivetrain as dt
+
+    choice = Choice(value="deepspeed", reason="nothing else fits")
+    settled = SPEC.settle_auto(configure(compile=True), 2)
+    with pytest.raises(ConfigError, match=r"deepspeed, which auto takes here \(nothing else fits\), gathers") as caught:
+        refuse_conflicts(settled, choice)
+    assert "leave compile.enabled out" in str(caught.value)
+    refuse_conflicts(SPEC.settle_auto(configure(compile=True), 1), choice)  # one rank keeps whole weights
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", find_unused_parameters=True)
+    with (
+        mock.patch.object(model_factory, "strategy_for", return_value=choice),
+        pytest.raises(ConfigError, match="every rank has to use the same weights"),
+    ):
+        dt.train(make_job(Variant()), config, quiet=True)
 
 
 def test_a_missing_package_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

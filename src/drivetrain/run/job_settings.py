@@ -221,6 +221,28 @@ def _as_adam(model: nn.Module) -> Held:
     return Held(parameters=weights, buffers=buffers, gradients=trained, optimizer=2 * trained)
 
 
+def refuse_conflicts(config: Config, choice: Choice[str]) -> None:
+    """Raise if settings contradict a strategy that `auto` has chosen; those of a named one are refused before.
+
+    Args:
+        config: The configuration, with what follows from the strategy.
+        choice: The strategy, and why it was chosen.
+    """
+    spec, problems = strategy_spec(choice.value), list[Problem]()
+    for conflict in spec.conflicts:
+        is_met = all(config.value(setting) == value for setting, value in conflict.when.items())
+        if not is_met or conflict.at == "distributed.strategy":  # which is auto
+            continue
+        asked = f"{choice.value}, which auto takes here ({choice.reason}),"
+        if conflict.asked not in ("distributed.strategy", *spec.options):
+            asked = f"{conflict.asked} {config.value(conflict.asked)}"
+        remedy = f"leave {conflict.at} out, or name another strategy with {_FLAG}"
+        message = conflict.message.replace("{asked}", asked)
+        problems.append(Problem(conflict.at, message, config.value(conflict.at), remedy=remedy))
+    if problems:
+        raise ConfigError(problems)
+
+
 def _problem(config: Config, message: str, allowed: str, remedy: str) -> ConfigError:
     name, asked = "distributed.strategy", config.distributed.strategy
     line = config.plan_pins.lines.get(name)

@@ -36,7 +36,7 @@ from drivetrain.plan.loss_weighting import LossRule, Weighting
 from drivetrain.plan.plan import PlannedRun
 from drivetrain.plan.rules import DataPath
 from drivetrain.run.claiming import claim_folder, extended, note_failure
-from drivetrain.run.job_settings import debugged, given_strategy, refuse_strategy, settled_job
+from drivetrain.run.job_settings import debugged, given_strategy, refuse_conflicts, refuse_strategy, settled_job
 from drivetrain.run.memory import Residency
 from drivetrain.run.preflight import Preflight, run_preflight
 from drivetrain.strategies import (
@@ -419,6 +419,7 @@ class Session:
         self.strategy_choice, self.strategy = choice, choice.value
         if self.config.distributed.strategy == "auto":
             self.config = self.spec.settle_auto(self.config, self.world.size)
+            refuse_conflicts(self.config, choice)
 
     @property
     def shards(self) -> bool:
