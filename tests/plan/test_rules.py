@@ -177,3 +177,19 @@ def test_the_zero_stage_is_that_of_the_strategy() -> None:
     assert choose_settings(four, Pins()).zero_stage.value == 0
     assert choose_settings(four, Pins(strategy="deepspeed")).zero_stage.value == 2
     assert choose_settings(four, Pins(strategy="deepspeed", zero_stage=3)).zero_stage.value == 3
+
+
+@pytest.mark.parametrize("pins", [Pins(precision="bf16"), Pins(mixed=True)])
+def test_bf16_on_a_cpu_without_instructions_for_it_says_so(pins: Pins) -> None:
+    """torch itself prints fifty lines of C++ frames there, which the run leaves out."""
+    machine = load("cpu-2core")
+    without, with_it = (
+        choose_settings(machine.model_copy(update={"cpu": machine.cpu.model_copy(update={"precisions": known})}), pins)
+        for known in (("fp64", "fp32"), ("fp64", "fp32", "bf16"))
+    )
+    assert "no instructions for it: expect it to be slower" in without.precision.reason
+    assert "instructions" not in with_it.precision.reason
+    assert without.precision.pinned
+    assert with_it.precision.pinned
+    four = with_free_memory("4x-l4", 20)
+    assert choose_settings(four, Pins(precision="bf16")).precision.reason == "asked for"

@@ -1,6 +1,7 @@
 """Number formats: those that a model computes in, the widest for sums, FP8 layers, and attention that repeats."""
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -162,6 +163,9 @@ def numerics(
     precision: Precision, *, deterministic: bool, cudnn_benchmark: bool, cudnn_deterministic: bool = False
 ) -> Iterator[None]:
     """Set torch's process-wide numerics switches inside this context, and restore them on exit."""
+    if precision.device_type == "cpu" and precision.autocast_dtype is torch.bfloat16:
+        # Without instructions for it, torch computes the products in another way, and prints 50 lines of C++ frames.
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
     matmul = torch.get_float32_matmul_precision()
     algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark

@@ -249,9 +249,14 @@ def _tell_precision(outcome: PlanningOutcome) -> Choice[str]:
         reason = f"{by_rule.reason}; {tried}"
     return Choice(
         value=outcome.way.precision,
-        reason=ASKED_FOR if "precision" in outcome.facts.pinned else reason,
+        reason=_asked(by_rule) if "precision" in outcome.facts.pinned else reason,
         alternatives=outcome.alternatives["precision"] or by_rule.alternatives,
     )
+
+
+def _asked(by_rule: Choice[Any]) -> str:
+    """Return the reason of what the user fixed, with what the rule says of it."""
+    return by_rule.reason if by_rule.reason.startswith(ASKED_FOR) else ASKED_FOR
 
 
 # Compiling

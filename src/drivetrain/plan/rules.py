@@ -197,7 +197,9 @@ def choose_strategy(
 
 def _precision(hardware: Hardware, gpus: tuple[Gpu, ...], pins: Pins) -> Choice[PrecisionName]:
     if pins.precision != "auto":
-        return Choice(value=pins.precision, reason="asked for", pinned=True)
+        is_on_cpu = not gpus and pins.device != "mps"
+        reason = f"asked for{_emulated(hardware, pins.precision) if is_on_cpu else ''}"
+        return Choice(value=pins.precision, reason=reason, pinned=True)
     if pins.device == "mps":
         return Choice(value="fp32", reason="on an Apple GPU, where nothing else was tried", alternatives=("bf16",))
     if not gpus:
@@ -214,9 +216,18 @@ def _precision(hardware: Hardware, gpus: tuple[Gpu, ...], pins: Pins) -> Choice[
     return Choice(value="fp16", reason=reason, alternatives=("fp32",))
 
 
+def _emulated(hardware: Hardware, precision: str) -> str:
+    """Say that the CPU has no instructions for a precision that was asked for; empty where that is not known."""
+    known = hardware.cpu.precisions
+    if precision != "bf16" or not known or "bf16" in known:
+        return ""
+    return "; this CPU has no instructions for it: expect it to be slower than fp32"
+
+
 def _precision_on_cpu(hardware: Hardware, pins: Pins) -> Choice[PrecisionName]:
     if pins.mixed:
-        return Choice(value="bf16", reason="mixed precision was asked for", alternatives=("fp32",), pinned=True)
+        reason = f"mixed precision was asked for{_emulated(hardware, 'bf16')}"
+        return Choice(value="bf16", reason=reason, alternatives=("fp32",), pinned=True)
     bf16, fp32 = (hardware.cpu.peaks.get(name) for name in ("bf16", "fp32"))
     if bf16 is None or fp32 is None or bf16.origin != "measured" or fp32.origin != "measured":
         reason = "on a CPU, until `drivetrain verify --save` measures bf16 to be faster"
