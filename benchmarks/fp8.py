@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.gpt2 import CONTEXT, VOCABULARY, Gpt2, loss_of
+from benchmarks.gpt2 import CONTEXT, VOCABULARY, Gpt2, draw_weights, loss_of
 from benchmarks.rivals import rows, step_seconds
 from drivetrain import Job, WarmupCosine, configure, train
 
@@ -60,13 +60,11 @@ def text() -> TensorDataset:
 
 
 def drawn(width: int, depth: int, heads: int) -> Gpt2:
-    """Return the model with normal weights of 0.02; those that end in the residual stream are smaller."""
+    """Return the model with the weights that GPT-2 starts from, and biases of 0."""
     model = Gpt2(width, depth, heads)
+    draw_weights(model, depth, ("projection.weight", "down.weight"))
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            ends = name.endswith(("projection.weight", "down.weight"))
-            nn.init.normal_(parameter, std=0.02 / (2 * depth) ** 0.5 if ends else 0.02)
-        elif name.endswith("bias"):
+        if name.endswith("bias"):
             nn.init.zeros_(parameter)
     return model
 

@@ -65,6 +65,20 @@ class Gpt2(nn.Module):
         return functional.linear(self.norm(hidden), self.tokens.weight)
 
 
+def draw_weights(model: nn.Module, num_blocks: int, ends: tuple[str, ...]) -> None:
+    """Draw a model's matrices as GPT-2 does: normal with 0.02, and smaller where blocks add to the residual stream.
+
+    Args:
+        model: the model, whose other weights are left as they are.
+        num_blocks: how many blocks it has, each of which adds twice.
+        ends: parts of the names of the matrices that add.
+    """
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            adds = any(part in name for part in ends)
+            nn.init.normal_(weight, std=0.02 / (2 * num_blocks) ** 0.5 if adds else 0.02)
+
+
 def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 

@@ -33,6 +33,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import drivetrain as dt
+from benchmarks.gpt2 import draw_weights
 from benchmarks.rivals import rows, step_seconds
 from drivetrain.core.muon import NOT_HIDDEN
 from drivetrain.recipes.gpt import SmallGpt
@@ -61,9 +62,7 @@ class Size:
     def model(self) -> nn.Module:
         """Make the model with the weights that GPT-2 starts from: small, and smaller where blocks add up."""
         model = SmallGpt(self.width, self.layers, self.heads, KINDS, self.length)
-        for name, weight in model.named_parameters():
-            if weight.dim() == 2:
-                nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * self.layers) if "_out." in name else 1))
+        draw_weights(model, self.layers, ("_out.",))
         return model
 
 
