@@ -25,6 +25,7 @@ from drivetrain.monitor.doctor import Checkups
 from drivetrain.plan.knobs import REMEDIES, StepWay
 from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import planner
+from drivetrain.planning.description import _alternatives
 from drivetrain.planning.planner import PlanningProgress
 from drivetrain.planning.probe import StepProbe
 from drivetrain.run import Session
@@ -547,3 +548,15 @@ def test_code_of_files_that_are_no_python_has_a_key(tmp_path: Path, lines: str) 
     assert planner._sources([made(1)]) == planner._sources([made(1)])
     assert planner._sources([made(1)]) != planner._sources([made(2)])
     assert len(planner._sources([len, [].append, functional.relu])) == 2, "torch's own go with its version"
+
+
+def test_what_else_was_measured_is_told_as_settings_have_it() -> None:
+    chosen = StepWay(micro_batch=4)
+    ways = [chosen, *(chosen.but(**change) for change in ({"capture": True}, {"compile_mode": "default"}))]
+    tried = tuple(Tried(way=way, measurement=Measurement(sample_seconds=0.5)) for way in ways)
+    told = {field: _alternatives(Tuned(way=ways[0], tried=tried, reasons={}), field) for field in StepWay.model_fields}
+    assert {field: words for field, words in told.items() if words} == {
+        "capture": ("on: 2 samples/s",),
+        "compile_mode": ("default: 2 samples/s",),
+    }
+    assert _alternatives(Tuned(way=ways[1], tried=tried, reasons={}), "capture") == ("off: 2 samples/s",)

@@ -188,13 +188,18 @@ def _alternatives(tuned: Tuned | None, field: str) -> tuple[str, ...]:
     if tuned is None:
         return ()
     return tuple(
-        f"{getattr(tried.way, field) or 'off'}: {1 / tried.measurement.sample_seconds:,.0f} samples/s"
+        f"{_value_in_words(getattr(tried.way, field))}: {1 / tried.measurement.sample_seconds:,.0f} samples/s"
         for tried in tuned.tried
         if tried.way != tuned.way
         and tried.way.but(**{field: getattr(tuned.way, field)}) == tuned.way
         and not tried.measurement.problem
         and not tried.measurement.is_brief
     )
+
+
+def _value_in_words(value: Any) -> str:
+    """Return a value of a field as its setting has it: a choice of True and False is on or off."""
+    return "on" if value is True else str(value or "off")
 
 
 def _memory_of_shards(run: Session, model: nn.Module) -> MemoryForecast:
