@@ -2,8 +2,8 @@
 
 The earlier revision is a folder with its `src`, named by `DRIVETRAIN_BEFORE`:
 
-    mkdir before && git archive REVISION src | tar -x -C before
-    DRIVETRAIN_BEFORE=before python -m benchmarks revisions
+    mkdir .baseline && git archive REVISION src | tar -x -C .baseline
+    DRIVETRAIN_BEFORE=.baseline python -m benchmarks revisions
 
 Measured are small steps on a CPU and, where there is a GPU, the steps of `benchmarks.capture`, replayed and not.
 """
