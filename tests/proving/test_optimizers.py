@@ -184,7 +184,7 @@ def stale_weights(self: Stepper, strategy: TurnsStrategy, place: Any, micro_batc
             now = [parameter.detach().clone() for parameter in parameters]
             put(parameters, before)
             for micro in micro_batches:
-                self.learn(self.begin(place, micro, turn), place, micro)
+                self.forward_backward(self.begin(place, micro, turn), place, micro)
             put(parameters, now)
     return self.end(stop)
 

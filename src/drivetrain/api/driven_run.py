@@ -433,7 +433,7 @@ def step_with(
             check_objective(loss.total if isinstance(loss, LossSum) else loss, parts.model)
         if logged and micro.weight:
             session.step_log.add(logged, micro.num_samples)
-        driven.stepper.learn(loss, begun.place, micro)
+        driven.stepper.forward_backward(loss, begun.place, micro)
 
     def evaluate() -> Tensor:
         gradients: list[Tensor | None] = []

@@ -378,7 +378,7 @@ class Drive:
                 "the gradients were cleared between two batches of one step",
                 remedy="leave optimizer.zero_grad() out: gradients are cleared after they were used",
             )
-        self._stepper.learn(loss, begun.place, micro)
+        self._stepper.forward_backward(loss, begun.place, micro)
         self._is_learned = True
 
     def log(self, name: str, value: LoggedValue) -> None:

@@ -381,8 +381,8 @@ class CapturedStepper(Stepper):
         """Gather or move batches: they come as `Rows` of resident data, or from the host as they are."""
         self._takes_rows, self._channels_last, self._arrives = True, channels_last, DATA
 
-    def learn(self, batch: Any, place: Place, micro: MicroBatch) -> None:
-        super().learn(batch.gather() if isinstance(batch, Rows) else self._moved(batch), place, micro)
+    def forward_backward(self, batch: Any, place: Place, micro: MicroBatch) -> None:
+        super().forward_backward(batch.gather() if isinstance(batch, Rows) else self._moved(batch), place, micro)
 
     def _moved(self, batch: Any) -> Any:
         return to_device(batch, self._device, channels_last=self._channels_last) if self._takes_rows else batch
@@ -475,13 +475,13 @@ class CapturedStepper(Stepper):
             for number, (batch, micro) in enumerate(zip(batches, micros, strict=True)):
                 if number:
                     self._begin_part(number)
-                self.learn(batch, place, micro)
+                self.forward_backward(batch, place, micro)
             return self.end(stop)
         for turn in self._turns.due(place.step):
             if turn:
                 self._begin_part(turn)
             with self._turns.taking(turn, stop):
-                self.learn(batches[0], place, micros[0])
+                self.forward_backward(batches[0], place, micros[0])
         return self.end(stop)
 
     def _begin_part(self, number: int) -> None:

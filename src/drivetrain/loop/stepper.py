@@ -66,7 +66,7 @@ class Stepper:
         if self._turns is not None:
             return self._run_turns(self._turns, place, list(micro_batches), stop)
         for micro in micro_batches:
-            self.learn(self.begin(place, micro), place, micro)
+            self.forward_backward(self.begin(place, micro), place, micro)
         return self.end(stop)
 
     def _run_turns(
@@ -76,7 +76,7 @@ class Stepper:
         for turn in strategy.due(place.step):
             with strategy.taking(turn, stop):
                 for micro in micro_batches:
-                    self.learn(self.begin(place, micro, turn), place, micro)
+                    self.forward_backward(self.begin(place, micro, turn), place, micro)
         return self.end(stop)
 
     def end(self, stop: float) -> StepOutcome:
@@ -125,8 +125,8 @@ class Stepper:
         """Set whether the batch of the step that begins is kept."""
         self.keeps_batch, self._last_batch = keep, None
 
-    def learn(self, batch: Any, place: Place, micro: MicroBatch) -> None:
-        """Run forward and backward."""
+    def forward_backward(self, batch: Any, place: Place, micro: MicroBatch) -> None:
+        """Run forward and backward of one micro-batch; gradients add up."""
         strategy, clock = self._strategy, self.clock
         if micro.is_last:
             objective = self._objective(batch, micro.num_samples, place.num_samples, micro.weight)

@@ -88,7 +88,7 @@ def find_shortage(error: BaseException, model: nn.Module) -> Shortage:
 
 def _phase_of(file: str, function: str) -> str:
     if file.endswith("loop/stepper.py"):
-        return {"learn": "the forward", "end": "the optimizer's step"}.get(function, "")
+        return {"forward_backward": "the forward", "end": "the optimizer's step"}.get(function, "")
     if file.endswith("loop/validation.py"):
         return "validation"
     if "/drivetrain/strategies/" in file and function in ("backward", "_backward"):
