@@ -296,7 +296,7 @@ class Job:
         return self.valid_every or "epoch"
 
     def lr_factor(self, step: int, num_steps: int | None) -> float:
-        """Return the factor of the learning rate, for a schedule that is one: see `loop/rates.py` for the others."""
+        """Return the factor of the learning rate, for a schedule that is one: see `loop/schedule.py` for the others."""
         schedule: Any = self.schedule
         if isinstance(schedule, FactorSchedule):
             return schedule.factor(step, num_steps or 0)  # 0 is never asked for: such a job is refused

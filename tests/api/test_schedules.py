@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as torchs
 import drivetrain as dt
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import ConfigError, DrivetrainError
-from drivetrain.loop.rates import LearningRates
+from drivetrain.loop.schedule import LearningRates
 from tests.gloo_pool import GlooPool
 
 STEPS = 12

@@ -15,7 +15,7 @@ from torch import Tensor
 from drivetrain.commands.monitor import in_words, state_of
 from drivetrain.core.goodput import BUCKETS, Account, read_account
 from drivetrain.core.run_folder import read_rows
-from drivetrain.loop.rates import SaveSchedule
+from drivetrain.loop.schedule import SaveSchedule
 from drivetrain.report.run_data import RunData, summary
 from tests.api.jobs import Variant, make_job, run, vector_loss
 from tests.commands.test_train_integration import SCRIPT, diary, wait_for_step

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import drivetrain as dt
 from drivetrain import DrivetrainError, LossSum
 from drivetrain.core.hook import StepContext, Verdict
-from drivetrain.loop import CapturedStepper, capture, rates, read_back, trainer
+from drivetrain.loop import CapturedStepper, capture, read_back, schedule, trainer
 from drivetrain.loop.read_back import DeviceResultTable, TableRow, _Sent
 from drivetrain.moe import Balance, MixtureOfExperts
 from drivetrain.run import assemble
@@ -41,7 +41,7 @@ class Captures:
         self.steppers: list[CapturedStepper] = []
         self.recorder: Callable[..., Any] = Rerun
         self.recorders: list[Any] = []
-        monkeypatch.setattr(rates, "are_rounded", lambda optimizer: True)  # as on a GPU
+        monkeypatch.setattr(schedule, "are_rounded", lambda optimizer: True)  # as on a GPU
         monkeypatch.setattr(assemble, "device_reasons", lambda run, *rest: "" if run.way.capture else "not asked for")
         monkeypatch.setattr(assemble, "CapturedStepper", self._make)
 

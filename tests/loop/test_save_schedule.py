@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import drivetrain as dt
 from drivetrain.checkpoint import Checkpoint, Files
 from drivetrain.checkpoint.files import Written
-from drivetrain.loop.rates import SAVE_FLAG, SaveSchedule, observed_mtbf
+from drivetrain.loop.schedule import SAVE_FLAG, SaveSchedule, observed_mtbf
 from drivetrain.run.result import checkpoint_of
 from tests.api.jobs import Trained, run, vector_loss
 from tests.api.test_resume import BASE, MICRO_BATCH, assert_identical

@@ -125,7 +125,7 @@ def test_optimizers_that_are_mixed_up_are_found(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(StrategyParts, "_clip_each", clipped_together)
     assert Kind.CLIPPING in kinds_of(prove(two_kinds(), tmp_path, WHOLE))
     monkeypatch.undo()
-    monkeypatch.setattr("drivetrain.loop.rates.JointRates.set", rates_of_the_first)
+    monkeypatch.setattr("drivetrain.loop.schedule.JointRates.set", rates_of_the_first)
     assert Kind.SCHEDULE in kinds_of(prove(two_kinds(), tmp_path, WHOLE))
 
 

@@ -28,8 +28,8 @@ from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
 from drivetrain.loop.bad_numbers import NO_SKIPS, BadNumbers, RollBackError, not_finite
 from drivetrain.loop.hook_calls import HookCalls, RunLog
-from drivetrain.loop.rates import Rates, SaveSchedule
 from drivetrain.loop.read_back import InFlight, ReadStep
+from drivetrain.loop.schedule import Rates, SaveSchedule
 from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import CHECKPOINT, LOGGING

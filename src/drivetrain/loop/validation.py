@@ -35,7 +35,7 @@ from drivetrain.data.division import key_of
 from drivetrain.data.keyed_items import seed_all
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
-from drivetrain.loop.rates import Plateau
+from drivetrain.loop.schedule import Plateau
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import Average, batch_norms, statistics_of

@@ -35,7 +35,7 @@ from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Columns, Draws, what_dra
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.data.source import Source, source_of
 from drivetrain.loop import CapturedStepper, Stepper, make_capturable, why_not_captured
-from drivetrain.loop.rates import Rates, rates_of
+from drivetrain.loop.schedule import Rates, rates_of
 from drivetrain.loop.validation import BatchNormPass, Validation, Validator
 from drivetrain.monitor.phases import NoClock, PhaseClock, count_apart, counted
 from drivetrain.plan.rules import DataPath

@@ -16,7 +16,7 @@ from drivetrain.core.log import notice
 from drivetrain.core.processes import SetAside
 from drivetrain.core.run_folder import CHECKPOINTS as CHECKPOINTS
 from drivetrain.core.world import World
-from drivetrain.loop.rates import SaveSchedule, observed_mtbf
+from drivetrain.loop.schedule import SaveSchedule, observed_mtbf
 from drivetrain.monitor.recorder import NoRunRecorder
 from drivetrain.run.session import Session
 
