@@ -33,6 +33,8 @@ class Skips:
     past: Sequence[tuple[int, int]] = field(default_factory=tuple)  # from the first to the last, both left out
 
     def __contains__(self, step: int) -> bool:
+        if not self.past:  # as nearly always: this is asked in every step
+            return step in self.single
         return step in self.single or any(first <= step <= last for first, last in self.past)
 
     def next_after(self, step: int) -> int | None:

@@ -80,7 +80,7 @@ class BadStepGate:
             return False
         device = optimizer.param_groups[0]["params"][0].device  # shards may be kept on the host
         if device.type == "cpu":
-            return any(not math.isfinite(value) for value in [value.item() for value in values])
+            return not all(map(math.isfinite, [value.item() for value in values]))
         if not all(group.get("fused") for group in optimizer.param_groups):
             return False
         # A number minus itself is 0, unless it is not finite. As few kernels as possible: this is in every step.
