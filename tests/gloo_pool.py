@@ -7,6 +7,7 @@ A function sees a default process group of exactly the size that was asked for, 
 import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -31,6 +32,9 @@ from tests.warm_python import warm_context
 
 GRACE_SECONDS = 3.0  # for the other ranks, once one has failed: they may be stuck in a collective with it
 START_LIMIT_SECONDS = 120.0
+# Each process group has three threads, one of which wakes up a hundred times a second. Many groups outlive their world,
+# held by caches of torch: a rank with more threads is replaced by a new one where the world changes.
+MOST_THREADS = 40
 
 
 class RankError(Exception):
@@ -83,6 +87,8 @@ class GlooPool:
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"world is {world}, but the pool has {self.size} ranks")
+        if world != self._joined_world and any(num_threads(pid) > MOST_THREADS for pid in self.pids):
+            self._kill()
         self._start()
         if world != self._joined_world:
             self._store = str(Path(self._folder.name) / f"store-{next(self._stores)}")
@@ -176,6 +182,14 @@ class GlooPool:
         self._joined_world = 0
 
 
+def num_threads(pid: int) -> int:
+    """How many threads a process has; 0 for one that has ended."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208  (fast)
+    except OSError:
+        return 0
+
+
 def _revive(rank: int, answer: Answer) -> BaseException:
     if answer.error is not None:
         try:
@@ -209,6 +223,7 @@ def _rank_main(rank: int, connection: Connection, traces: str) -> None:
                 if job.store != joined:
                     if dist.is_initialized():
                         dist.destroy_process_group()
+                        gc.collect()  # groups of earlier jobs, which wait in cycles
                     joined = job.store
                     dist.init_process_group(
                         "gloo",

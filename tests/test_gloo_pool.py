@@ -1,4 +1,5 @@
 import os
+import threading
 import time
 
 import psutil
@@ -6,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gloo_pool import GlooPool, RankError, RankHungError
+from tests.gloo_pool import MOST_THREADS, GlooPool, RankError, RankHungError, num_threads
 
 
 def rank_and_sum(offset: int) -> tuple[int, int, float]:
@@ -41,6 +42,11 @@ class UnsendableError(Exception):
         super().__init__(f"{first} and {second}")
 
 
+def start_threads(count: int) -> None:
+    for _ in range(count):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
 def raise_unsendable() -> None:
     raise UnsendableError(1, 2)
 
@@ -60,6 +66,7 @@ def test_a_function_may_be_named(gloo_pool: GlooPool) -> None:
 
 
 def test_the_processes_stay(gloo_pool: GlooPool) -> None:
+    gloo_pool.run(process_id, world=1)  # those of earlier tests may have to be replaced
     first = gloo_pool.run(process_id, world=4)
     started = time.monotonic()
     for world in (2, 3, 2, 4):
@@ -102,6 +109,15 @@ def test_a_rank_that_hangs_is_an_error_within_its_time(gloo_pool: GlooPool) -> N
     assert time.monotonic() - started < 60
     assert "hang_on" in "\n".join(caught.value.__notes__)
     assert gloo_pool.run(rank_and_sum, 0, world=2)[1] == (1, 2, 1.0)
+
+
+def test_ranks_with_many_threads_are_replaced_where_the_world_changes(gloo_pool: GlooPool) -> None:
+    before = gloo_pool.run(process_id, world=2)
+    gloo_pool.run(start_threads, MOST_THREADS, world=2)
+    assert gloo_pool.run(process_id, world=2) == before
+    after = gloo_pool.run(process_id, world=3)
+    assert not set(after) & set(before)
+    assert max(map(num_threads, after)) < MOST_THREADS
 
 
 def test_more_ranks_than_there_are(gloo_pool: GlooPool) -> None:
