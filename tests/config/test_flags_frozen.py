@@ -1,5 +1,6 @@
 """The list of flags. It grows only together with code that obeys the new flag."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -249,18 +250,24 @@ def test_no_two_fields_share_a_name() -> None:
     assert len(BY_NAME) == sum(len(set(setting.names)) for setting in SETTINGS)
 
 
+@functools.cache
+def sources() -> dict[Path, str]:
+    package = Path(__file__).parents[2] / "src" / "drivetrain"
+    return {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_every_field_is_obeyed_somewhere(setting) -> None:
     """A field nobody reads is a flag that does nothing. Checking it for contradictions is not obeying it."""
-    package = Path(__file__).parents[2] / "src" / "drivetrain"
-    readers = [path for path in package.rglob("*.py") if path.name != "contradictions.py"]
+    readers = [path for path in sources() if path.name != "contradictions.py"]
     read = rf"\b(config|self)\.{setting.section}\.{setting.field}\b"
-    use = re.compile(rf'{read}|\brest_by="{setting.section}\.{setting.field}"')
+    field, use = setting.field, re.compile(rf'{read}|\brest_by="{setting.section}\.{setting.field}"')
     for knob in KNOBS:  # read by name, and obeyed as a part of the way that is followed
         if setting.name in knob.settings:
-            use = re.compile(rf"\bway\.{knob.field}\b")
+            field, use = knob.field, re.compile(rf"\bway\.{knob.field}\b")
             readers = [path for path in readers if path.parent.name != "plan"]
-    assert any(use.search(path.read_text(encoding="utf-8")) for path in readers), f"{setting.name} does nothing"
+    texts = [sources()[path] for path in readers]
+    assert any(use.search(text) for text in texts if field in text), f"{setting.name} does nothing"
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
