@@ -251,6 +251,7 @@ def test_no_path_leads_to_a_file(server: MonitorServer) -> None:
     ):  # fmt: skip
         status, _, text = ask(server, path, Cookie=cookie)
         assert status == 404, path
+        assert not path.startswith("/run/first") or '<a href="/">All runs</a>' in text, "no page is a dead end"
         assert "secret" not in text
         assert "root:" not in text
     away = server.url.partition(str(server.server_port))[2].replace("/?", "//evil.example/?")

@@ -23,6 +23,7 @@ from drivetrain.config import Resolved
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.report import PICTURES, RunData, summary
 from drivetrain.report.page import live_figures, page, policy, sheet
+from drivetrain.report.page import text as in_html
 
 Look = Callable[[], dict[str, Any]]
 MOST_AT_ONCE = 16  # requests; more wait
@@ -179,6 +180,9 @@ class _Handler(BaseHTTPRequestHandler):
             folder = self.server.folder_of(parts[1])
             if folder is not None and parts[2:] in ([], ["figures.json"]):
                 return self._run(parts[1], folder, is_page=len(parts) == 2)
+            if len(parts) == 2:
+                words = "There is no such run any more: it was removed, or other runs are newer."
+                return self._send_words("No such run", words, HTTPStatus.NOT_FOUND)
         return self._refuse(HTTPStatus.NOT_FOUND)
 
     def _run(self, identity: str, folder: Path, *, is_page: bool) -> None:
@@ -189,8 +193,16 @@ class _Handler(BaseHTTPRequestHandler):
             text = page(data, summary(data), PICTURES, live=True)
         except Exception as error:  # noqa: BLE001 - damaged records are no reason to end the monitor
             words = f"The records of this run cannot be shown: {type(error).__name__}: {error}"
-            return self._send("text/plain", words, status=HTTPStatus.INTERNAL_SERVER_ERROR)
+            if not is_page:
+                return self._send("text/plain", words, status=HTTPStatus.INTERNAL_SERVER_ERROR)
+            return self._send_words("This run cannot be shown", words, HTTPStatus.INTERNAL_SERVER_ERROR)
         return self._send("text/html", text, is_page=True)
+
+    def _send_words(self, title: str, words: str, status: HTTPStatus) -> None:
+        """Answer with a page that says why there is none, and leads back to the list."""
+        body = f'<header><h1>{in_html(title)}</h1><p class="about">{in_html(words)}</p></header>'
+        back = '<main><p><a href="/">All runs</a></p></main>'
+        self._send("text/html", sheet(title, body + back, ("monitor.js",)), is_page=True, status=status)
 
     def _send(self, kind: str, text: str, is_page: bool = False, status: HTTPStatus = HTTPStatus.OK) -> None:
         content = text.encode(errors="replace")

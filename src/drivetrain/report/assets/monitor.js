@@ -4,6 +4,7 @@
   const paint = () => { document.documentElement.dataset.theme = dark.matches ? "dark" : "light"; };
   paint();
   dark.addEventListener("change", paint);
+  if (!document.getElementById("runs")) return; // a page that says why there is none
 
   // Everything that a run wrote becomes text, never HTML.
   const element = (name, text, parent, kind) => {
@@ -14,7 +15,8 @@
     return made;
   };
   const isNumber = (value) => typeof value === "number" && isFinite(value);
-  const short = (value) => Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(3) : String(Number(value.toPrecision(4)));
+  const short = (value) => Math.abs(value) >= 1e7 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(3)
+    : Math.abs(value) >= 1e3 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
   const span = (seconds) => {
     const whole = Math.round(seconds), hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
     return hours ? `${hours} h ${minutes} min` : minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
@@ -78,7 +80,7 @@
     if (isNumber(run.samples_per_second)) fact("samples/s", short(run.samples_per_second), row);
     if (isNumber(run.seconds_left)) fact("time left", span(run.seconds_left), row);
     if (isNumber(run.goodput)) fact("goodput", `${(100 * run.goodput).toFixed(0)} %`, row);
-    fact("checkpoint", run.checkpoint === null ? "none" : `step ${run.checkpoint}`, row);
+    fact("checkpoint", run.checkpoint === null ? "none" : `step ${run.checkpoint.toLocaleString("en")}`, row);
     curve(run.losses, row, run.title);
     for (const words of [run.cause, run.failures && `interruptions ${run.failures}`,
       isNumber(run.idle_seconds) ? `no step was recorded for ${span(run.idle_seconds)}` : ""]) {
