@@ -141,6 +141,28 @@ def test_an_empty_folder_has_a_report(tmp_path: Path) -> None:
     assert "not finished" in (tmp_path / "performance_summary.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        (["start", "stop"], "stopped before its end (asked)"),
+        (["start", "stop", "resume"], "not finished"),
+        (["start", "stop", "resume", "stopped by an error"], "ended by an error (RuntimeError: <b>)"),
+        (["start", "stopped by an error", "resume", "finish"], "finished (asked)"),
+    ],
+)
+def test_how_a_run_ended_is_what_happened_last(tmp_path: Path, events: list[str], said: str) -> None:
+    why = {
+        "stop": {"because": "asked"},
+        "finish": {"because": "asked"},
+        "stopped by an error": {"error": "RuntimeError: <b>"},
+    }
+    rows = [{"event": kind, "step": 1, **why.get(kind, {})} for kind in events]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert write_report(tmp_path) == []
+    assert (tmp_path / "performance_summary.txt").read_text().splitlines()[0].partition(": ")[2] == said
+    assert f">{said.partition(' (')[0]} after" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize("damage", [b"{not json}\n", b"\xff\xfe\n", b"\0\0\n", b"7\n"])
 def test_damaged_lines_are_left_out_and_said(copied: Path, damage: bytes) -> None:
     for name in ("steps", "events", "metrics", "speed"):

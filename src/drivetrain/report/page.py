@@ -19,7 +19,7 @@ from drivetrain.report.charts import FAULTS, Chart, Line, axes, charts, experts,
 from drivetrain.report.compare import ArmVerdict, RunComparison, RunOfArm
 from drivetrain.report.graph_picture import TIES, knowledge_figures
 from drivetrain.report.paired_test import METHOD
-from drivetrain.report.run_data import Row, RunData, best_index, device_in_words, median
+from drivetrain.report.run_data import Row, RunData, best_index, device_in_words, ending_in_words, median
 
 # ----------------------------------------------------------------------------------------------------------------------
 # report.html: a run on one page that needs no network, from its folder alone.
@@ -53,7 +53,7 @@ def page(data: RunData, summary: str, pictures: Mapping[str, str], *, live: bool
         live: Whether a server shows it while the run goes on: the page then asks for `figures.json` below it.
     """
     below = "\n".join(_sections(data, summary, pictures, live=live))
-    return document(data.name, _figures(data), "\n".join(_header(data)), below, live=live)
+    return document(data.name, _figures(data), "\n".join(_header(data, live=live)), below, live=live)
 
 
 def live_figures(data: RunData) -> dict[str, Any]:
@@ -128,18 +128,15 @@ def _figures(data: RunData) -> dict[str, Any]:
 
 
 def _about(data: RunData) -> str:
-    end = data.event("finish", "stop")
-    how = {"finish": "finished", "stop": "stopped before its end"}.get(str(end.get("event")), "not finished")
-    why = f": {end['because']}" if end.get("because") else ""
+    how, why = ending_in_words(data)
     steps = data.steps[-1]["step"] if data.steps else 0
-    about = f"{how} after {steps:,} steps{why}"
-    if data.plan:
-        about += f", on {device_in_words(data)}"
-    return about
+    on = f", on {device_in_words(data)}" if data.plan else ""
+    return f"{how} after {steps:,} step{'' if steps == 1 else 's'}{on}" + (f": {why}" if why else "")
 
 
-def _header(data: RunData) -> Iterator[str]:
-    yield f'<header><h1>{text(data.name)}</h1><p class="about">{text(_about(data))}</p>'
+def _header(data: RunData, *, live: bool) -> Iterator[str]:
+    back = '<p class="about"><a href="/">All runs</a></p>' if live else ""
+    yield f'<header><h1>{text(data.name)}</h1><p class="about" id="about">{text(_about(data))}</p>{back}'
     yield f"{cards(_headline(data))}</header>"
 
 
@@ -476,7 +473,9 @@ def _above(comparison: RunComparison, title: str) -> str:
 def _cards(comparison: RunComparison) -> Iterator[tuple[str, str, str]]:
     for arm in comparison.arms:
         values = [value for value in map(comparison.value, arm.runs) if value is not None]
-        seeds = f"mean of {format_count(len(values), 'run')}, seeds {format_list([*map(str, arm.seeds[:8])])}"
+        one = len(values) == 1
+        seeds = f"{'' if one else 'mean of '}{format_count(len(values), 'run')}, seed{'' if one else 's'} "
+        seeds += format_list([*map(str, arm.seeds[:8])])
         if values:
             yield arm.label, f"{sum(values) / len(values):.5g}", seeds
     for verdict in comparison.verdicts:

@@ -277,8 +277,8 @@ def _line(label: str, words: object) -> str:
 
 def _how(data: RunData) -> Iterator[str]:
     end, plan = data.event("finish", "stop"), data.plan
-    how = {"finish": "finished", "stop": "stopped before its end"}.get(str(end.get("event")), "not finished")
-    yield f"{data.name}: {how}" + (f" ({end['because']})" if end.get("because") else "")
+    how, why = ending_in_words(data)
+    yield f"{data.name}: {how}" + (f" ({why})" if why else "")
     yield ""
     if plan:
         yield _line("processes", f"{plan['world_size']} ({plan['strategy']})")
@@ -292,6 +292,17 @@ def _how(data: RunData) -> Iterator[str]:
     yield _line("compilation", end.get("compilation", "unknown"))
     if end.get("capture"):
         yield _line("step capture", end["capture"])
+
+
+def ending_in_words(data: RunData) -> tuple[str, str]:
+    """Return how a run ended, and why, if that is known. Of one that goes on, what happened before is not its end."""
+    last = data.event("finish", "stop", "stopped by an error", "start", "resume")
+    if last.get("event") == "stopped by an error":
+        error = str(last.get("error", ""))
+        by_hand = error.startswith("KeyboardInterrupt")
+        return ("stopped before its end", "Ctrl-C, at once") if by_hand else ("ended by an error", error)
+    how = {"finish": "finished", "stop": "stopped before its end"}.get(str(last.get("event")), "not finished")
+    return how, str(last.get("because") or "") if how != "not finished" else ""
 
 
 def device_in_words(data: RunData) -> str:

@@ -66,6 +66,10 @@
     : Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(3)
     : String(Number(value.toPrecision(5)));
 
+  // A tick is a round number: it has few digits, and beside an axis there is room for few.
+  const tick = (value) => Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-4)
+    ? Number(value.toPrecision(3)).toExponential() : String(Number(value.toPrecision(5)));
+
   // Of few steps the axis has halves, too: there is no step there, and rounded they would stand there twice.
   const onAxis = (value) => state.axis !== "seconds" && value % 1 ? "" : xWords(value);
   const xWords = (value) => state.axis === "seconds"
@@ -145,7 +149,7 @@
       series: [{ label: state.axis, value: (u, value) => value === null || value === undefined ? "–" : xWords(value) }, ...series],
       axes: [
         { ...axis, label: state.axis, size: 34, labelSize: 18, labelFont: axis.font, values: (u, values) => values.map(onAxis), space: 70 },
-        { ...axis, size: 62, values: (u, values) => values.map((value) => value === null ? "" : words(value)) },
+        { ...axis, size: 62, values: (u, values) => values.map((value) => value === null ? "" : tick(value)) },
       ],
       hooks: { draw: chart.stacked ? [] : [marks(chart, chart.lines, 1)] },
     }, [x, ...drawn], entry.canvas);
@@ -435,7 +439,7 @@
       if (text !== renew.last) {
         renew.last = text;
         figures = JSON.parse(text);
-        document.querySelector("p.about").textContent = figures.about;
+        document.getElementById("about").textContent = figures.about;
         const cards = document.querySelector("dl.cards");
         cards.replaceChildren(...figures.headline.map(([label, value, note]) => {
           const card = element("div");
