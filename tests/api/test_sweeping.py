@@ -68,6 +68,22 @@ def folder_of(result: sweeping.SweepResult, lr: float, seed: int) -> Path:
     return Path(row["runs"][str(seed)]["folder"])
 
 
+def test_what_cannot_be_compared_says_why(tmp_path: Path) -> None:
+    """A job without validation, and a metric that it does not have: each with what to do instead."""
+
+    def unvalidated(lr: float, seed: int) -> tuple[dt.Job, Any]:
+        job, config = make(lr, seed)
+        return dataclasses.replace(job, valid=None, hooks=()), config
+
+    with pytest.raises(dt.DrivetrainError, match="no validation set, so it has no valid_loss") as caught:
+        dt.sweep(unvalidated, {"lr": [0.1, 0.2]}, name="blind", output_dir=tmp_path)
+    assert "Job(valid=…)" in caught.value.remedy
+    assert not [*(tmp_path / "blind").glob("*/steps.jsonl")], "nothing is trained in vain"
+    assert dt.sweep(make, {"lr": [0.1, 0.2]}, name="blind", output_dir=tmp_path).is_done, "once it has one, it goes on"
+    with pytest.raises(dt.DrivetrainError, match="no valid_f1 was measured: there is valid_loss"):
+        dt.sweep(make, {"lr": [0.1]}, name="other", metric="valid_f1", mode="max", output_dir=tmp_path)
+
+
 def test_a_grid_with_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = dt.sweep(make, {"lr": [0.1, 1e-5]}, seeds=[0, 1], output_dir=tmp_path)
     assert result.best == {"lr": 0.1}

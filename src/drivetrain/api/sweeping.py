@@ -352,6 +352,10 @@ class _Sweep:
         self._timed = (time.time(), self._num_done)
         tasks = ((pair, self._task(*pair, until)) for pair in left)
         for (index, seed), outcome in runner.each(tasks, self._why_not_more):
+            if outcome["state"] == "refused":
+                raise DrivetrainError(
+                    outcome["error"], remedy="give a validation set, Job(valid=…), or another --metric"
+                )
             row = self._ledger["variants"][index]
             row["runs"][str(seed)] = outcome
             self._settle(row, until)
@@ -589,6 +593,7 @@ def run_task(task: SweepTask) -> Row:
     """Do one run, or what is left of it, and return what became of it."""
     began = time.monotonic()
     asked: list[int] = []
+    refused: list[str] = []  # why no variant can be compared
 
     def when(step: int) -> bool:
         is_late = task.deadline is not None and time.time() > task.deadline
@@ -597,6 +602,9 @@ def run_task(task: SweepTask) -> Row:
         return bool(asked)
 
     def go(job: Job, config: Config) -> None:
+        if job.valid is None and not job.hooks and task.metric == "valid_loss":  # a hook may log any name
+            refused.append("the job has no validation set, so it has no valid_loss to be compared by")
+            return
         with pausing(when):
             train(job, _for_run(config, task.folder), quiet=True)
 
@@ -609,12 +617,23 @@ def run_task(task: SweepTask) -> Row:
             task.maker(task.settings, task.seed, go)
         except Exception as problem:  # noqa: BLE001 - a variant that fails does not end the others
             error = f"{type(problem).__name__}: {problem}".splitlines()[0]
+            if isinstance(problem, DrivetrainError):
+                error = f"{problem.message}; remedy: {problem.remedy}".splitlines()[0]
     value, step = _value(task)
+    if value is None and not error and is_finished(task.folder):
+        rows, _ = read_rows(task.folder / "metrics.jsonl")
+        known = [*dict.fromkeys(name for row in rows for name in row if name not in ("step", "epoch", "seconds"))]
+        if task.metric in known:
+            error = f"{task.metric} is not a number"
+        else:
+            refused.append(f"no {task.metric} was measured: there is {', '.join(known) or 'no metric at all'}")
     if value is not None and not math.isfinite(value):
         value, error = None, error or f"{task.metric} is {value} at step {step}"
     state = "failed" if error else "done" if is_finished(task.folder) else "paused" if asked else "interrupted"
     if state == "interrupted" and _has_reached(task):
         state = "paused"
+    if refused:
+        state, error = "refused", refused[0]
     return {
         "state": state,
         "folder": str(task.folder),
