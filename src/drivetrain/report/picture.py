@@ -244,7 +244,7 @@ def _draw_time(axis: Any, data: RunData) -> None:
     width = 0.75 * (numbers[1] - numbers[0])
     axis.bar(numbers, training, color=BARS, width=width, label="training")
     if any(aside):
-        axis.bar(numbers, aside, bottom=training, color=VALID, width=width, label="validation and sleep")
+        axis.bar(numbers, aside, bottom=training, color=VALID, width=width, label=data.aside_in_words)
         highest = max(one + other for one, other in zip(training, aside, strict=True))
         axis.set_ylim(top=1.2 * highest)  # room for the legend
         axis.legend(ncols=2, fontsize=9, loc="upper left")

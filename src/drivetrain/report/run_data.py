@@ -104,6 +104,11 @@ class RunData:
             found.append(_epoch(number, steps, sum(row["seconds"] for row in aside[begin:place])))
         return found
 
+    @property
+    def aside_in_words(self) -> str:
+        """What an epoch has besides its steps: few jobs have experts that sleep."""
+        return "validation and sleep" if self.told("sleep") else "validation"
+
     @cached_property
     def metric_names(self) -> list[str]:
         """The names of validation metrics, in the order in which they first appear."""
@@ -348,7 +353,7 @@ def _speed(data: RunData) -> Iterator[str]:
     aside = sum(epoch.aside_seconds for epoch in data.epochs)
     if aside:
         whole = [epoch.whole_seconds for epoch in data.epochs]
-        words = f"{statistics.mean(whole):.2f} s (mean), {max(whole):.2f} s at most, with validation and sleep"
+        words = f"{statistics.mean(whole):.2f} s (mean), {max(whole):.2f} s at most, with {data.aside_in_words}"
         yield _line("time per epoch", words)
     interval = data.event("checkpoint interval")
     if interval:
