@@ -101,7 +101,7 @@ def test_weights_are_gathered_as_asked(gloo_pool: GlooPool) -> None:
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_choices_are_measured_and_kept(gloo_pool: GlooPool, tmp_path: Path, world: int) -> None:
     """A run whose choices were measured, and that was stopped, goes on with them: to the results of a plain loop."""
-    variant, folder = replace(DEEP, save_every=2, steps=8), str(tmp_path / "broken")
+    variant, folder = replace(DEEP, save_every=2, num_layers=3), str(tmp_path / "broken")
     at_call = 7 if world > 1 else 4  # after a checkpoint
     plan, _ = gloo_pool.run(fsdp_runs.plan_and_train, folder, variant, at_call, world=world)[0]
     again, mended = gloo_pool.run(fsdp_runs.plan_and_train, folder, variant, world=world)[0]
