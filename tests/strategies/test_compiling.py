@@ -168,9 +168,9 @@ def test_repeated_blocks_are_compiled_once_for_all_of_them() -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
-@torch._dynamo.config.patch(recompile_limit=8)
+@torch._dynamo.config.patch(recompile_limit=3)
 def test_blocks_of_many_widths_are_all_compiled() -> None:
-    """Each width is a graph of the same code, of which torch compiles eight and runs the rest eagerly."""
+    """Each width is a graph of the same code, of which torch compiles eight, here three, and runs the rest eagerly."""
 
     class Wider(nn.Module):
         def __init__(self, width: int) -> None:
@@ -181,7 +181,7 @@ def test_blocks_of_many_widths_are_all_compiled() -> None:
             return self.second(self.first(inputs).tanh())
 
     torch.compiler.reset()
-    model, before = nn.Sequential(*(Wider(width) for width in range(2, 14))), num_graphs()
+    model, before = nn.Sequential(*(Wider(width) for width in range(2, 7))), num_graphs()
     compile_repeated(model, "default")
     model(torch.randn(3, 2)).sum().backward()
     with torch.no_grad():
