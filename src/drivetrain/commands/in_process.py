@@ -298,8 +298,8 @@ def _show_time(time: TimeForecast, found: Plan, console: Console) -> None:
     row = time.row
     if row.num_devices > 1:
         console.print(
-            f"a step on {row.num_devices}: {format_duration(row.compute_seconds)} of computing; each GPU sends "
-            f"{format_bytes(time.sent_bytes)} in {format_duration(row.exchange_seconds)}, of which "
+            f"a step on {row.num_devices}: {format_duration(row.compute_seconds)} of launching and computing; "
+            f"each GPU sends {format_bytes(time.sent_bytes)} in {format_duration(row.exchange_seconds)}, of which "
             f"{format_duration(row.exposed_seconds)} are waited for"
         )
     if time.why_no_job_time:
