@@ -94,6 +94,12 @@ class BadNumbers:
         self.skips, self._first_step, self._scales_loss = skips, first_step, scales_loss
         self.in_a_row = 0  # bad steps up to the last one that was judged
 
+    def is_plainly_good(self, loss: float, norm: float | None) -> bool:
+        """Return whether nothing is to be judged, as in nearly every step: finite numbers after a good step."""
+        if self.in_a_row or self.skips is not NO_SKIPS:
+            return False
+        return math.isfinite(loss) and (norm is None or math.isfinite(norm))
+
     def judge(
         self, step: int, read: ReadStep, loss: float, parts: Mapping[str, PartLoss] | None, *, has_moved: bool
     ) -> bool:

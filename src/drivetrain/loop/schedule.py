@@ -80,6 +80,9 @@ class LearningRates:
         groups = self._optimizer.param_groups
         if self._scheduled is None and self.plateau is None:
             factor = self._job.lr_factor(step, num_steps)
+            if len(groups) == 1 and not self._rounds and math.isfinite(rate := groups[0]["initial_lr"] * factor):
+                set_rate(groups[0], rate)  # as in most jobs, without the calls of the general way
+                return float(rate)
             rates = [group["initial_lr"] * factor for group in groups]
         elif self._scheduled is not None:
             rates = self._scheduled.at(step, groups)

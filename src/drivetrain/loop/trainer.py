@@ -207,27 +207,26 @@ class Trainer:
             if self._retry is not None and self._retry.next_change == place.step:
                 return self._divided_anew(place)
             begun = self.begin(place)
-            is_left_out = place.step + 1 in self._skips
-            outcome = self._left_out() if is_left_out else self._attempt(place, micro_batches)
-            if outcome is None:
-                yield from self.outstanding()
-                return self._divided_anew(place)
+            if self._skips is not NO_SKIPS and place.step + 1 in self._skips:
+                outcome = self._left_out()
+            else:
+                is_repeated = False
+                try:
+                    outcome = self._stepper.run(place, micro_batches, self.flags)
+                except Exception as error:
+                    if self._retry is None or not self._retry.may_repeat(error, place):
+                        error.add_note(_at(place, self._job))
+                        raise
+                    is_repeated = True
+                if is_repeated:  # it was out of memory; the error is gone by now, with all the memory that it held
+                    yield from self.outstanding()
+                    return self._divided_anew(place)
             yield from self.settle(begun, outcome)
             if self.is_over:
                 return None
             if self._stepper.may_go_on:
                 yield from self._go_on()
         return None
-
-    def _attempt(self, place: Place, micro_batches: Iterable[MicroBatch]) -> StepOutcome | None:
-        """Run a step. None: it was out of memory, and will be repeated from the state that it began with."""
-        try:
-            return self._stepper.run(place, micro_batches, self.flags)
-        except Exception as error:
-            if self._retry is None or not self._retry.may_repeat(error, place):
-                error.add_note(_at(place, self._job))
-                raise
-            return None  # and the error is gone, with all the memory that it held
 
     def _left_out(self) -> StepOutcome:
         """Leave out a step that was bad before: it takes its batch and its place in the schedule."""
@@ -436,12 +435,15 @@ class Trainer:
         step = place.step + 1 + number
         _, count, stop, norm, skipped, _, logged = values
         supervision.step(step)
-        self.stopped_early |= self._schedule.hear(stop, step)
+        if stop:
+            self.stopped_early |= self._schedule.hear(stop, step)
         loss, parts = values.loss(step - 1)
         if self._bad is None:
             if not math.isfinite(loss):
                 raise not_finite(step, place.epoch, loss, parts, self._first_step)
-        elif not self._bad.judge(step, read, loss, parts, has_moved=self.has_moved):
+        elif not self._bad.is_plainly_good(loss, norm) and not self._bad.judge(
+            step, read, loss, parts, has_moved=self.has_moved
+        ):
             loss, count, parts = math.nan, 0.0, None
         self._last_loss = loss if count else math.nan
         if skipped < 1:  # of several turns, some may be skipped

@@ -123,13 +123,10 @@ class StepRetry:
         """
         self._run, self._parts, self._loader, self._stepper, self._recorder = run, parts, loader, stepper, recorder
         self._ahead = dict(ahead)
+        # The step before which the micro-batch changes, by the number of steps done; None if it stays.
+        self.next_change = min(self._ahead, default=None)
         self._buffers = [(buffer, buffer._version) for buffer in parts.model.buffers()]
         self._found = Shortage("")
-
-    @property
-    def next_change(self) -> int | None:
-        """The step before which the micro-batch changes, by the number of steps done; None if it stays."""
-        return min(self._ahead, default=None)
 
     def may_repeat(self, error: Exception, place: Place) -> bool:
         """Return whether a step that failed can be repeated from the state it began with; keeps what is known of it.
@@ -171,6 +168,7 @@ class StepRetry:
         run, loader = self._run, self._loader
         before = loader.division.micro_batch
         size = self._ahead.pop(step, None)
+        self.next_change = min(self._ahead, default=None)
         if size is None:
             size = before // 2
             assert isinstance(self._parts.strategy, SingleStrategy)

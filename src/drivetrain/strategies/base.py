@@ -80,7 +80,10 @@ class BadStepGate:
             return False
         device = optimizer.param_groups[0]["params"][0].device  # shards may be kept on the host
         if device.type == "cpu":
-            return not all(map(math.isfinite, [value.item() for value in values]))
+            for value in values:  # noqa: SIM110  (this is in every step, and each call costs a microsecond)
+                if not math.isfinite(value.item()):
+                    return True
+            return False
         if not all(group.get("fused") for group in optimizer.param_groups):
             return False
         # A number minus itself is 0, unless it is not finite. As few kernels as possible: this is in every step.
@@ -244,20 +247,27 @@ class StrategyParts:
         bad = self.gate.closes(self.optimizer, values)
         if bad is True:
             return 1.0
+        if bad is False:
+            self._step_optimizer()
+            return 0.0
         whole: Any = self.optimizer
         own: list[Any] = list(whole.members.values()) if isinstance(whole, JointOptimizer) else [whole]
         try:
-            for optimizer in own if isinstance(bad, Tensor) else ():
+            for optimizer in own:
                 optimizer.found_inf = bad
+            self._step_optimizer()
+        finally:
+            for optimizer in own:
+                vars(optimizer).pop("found_inf", None)
+        return bad
+
+    def _step_optimizer(self) -> None:
+        try:
             self.optimizer.step()
         except (TypeError, AssertionError, RuntimeError, ValueError) as error:
             if "closure" in str(error):  # reported in our own words
                 raise closure_error(self.optimizer) from error
             raise
-        finally:
-            for optimizer in own:
-                vars(optimizer).pop("found_inf", None)
-        return bad if isinstance(bad, Tensor) else 0.0
 
     def _clip_each(self, together: "Together | None") -> Tensor:
         """Clip the gradients of each optimizer. Return the norm of all of them before that."""
