@@ -1,6 +1,6 @@
 """Every planted bug is found, classed and located; the loop without bugs raises no alarm."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -118,10 +118,21 @@ PLANTED = [
 
 
 def prove(loop: type[Loop], job: Job, extent: Extent) -> Certificate:
+    """Prove with time enough: on a busy machine, jobs are not to be reduced."""
+    if extent.budget_seconds == Extent().budget_seconds:
+        extent = replace(extent, budget_seconds=600.0)
+
     def run(case: Case) -> nn.Module:
         return loop(case)()
 
     return prove_subject(job, Subject(run, loop.__name__), extent)
+
+
+def test_a_batch_that_processes_share_unevenly_stays_so_where_it_is_reduced() -> None:
+    planted = next(each for each in PLANTED if each.loop is D.PaddedToDivide)
+    certificate = prove(planted.loop, planted.job(), replace(planted.extent, budget_seconds=1e-3))
+    assert any("global batch 7 instead of 9" in note for note in certificate.notes)
+    assert [verdict.kind for verdict in certificate.verdicts][:1] == [planted.kind]
 
 
 def check(planted: Planted) -> None:
