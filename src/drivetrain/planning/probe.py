@@ -427,6 +427,7 @@ def _round_seconds(step: Callable[[], None], num_steps: int, device: torch.devic
         start = time.perf_counter()
         for _ in range(num_steps):
             step()
+        synchronize(device)
         return (time.perf_counter() - start) / num_steps
     # By the device's clock, from a step's end to another's: as in a run, the device does not wait for a first launch.
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
