@@ -33,8 +33,6 @@ class Skips:
     past: Sequence[tuple[int, int]] = field(default_factory=tuple)  # from the first to the last, both left out
 
     def __contains__(self, step: int) -> bool:
-        if not self.past:  # as nearly always: this is asked in every step
-            return step in self.single
         return step in self.single or any(first <= step <= last for first, last in self.past)
 
     def next_after(self, step: int) -> int | None:
@@ -94,12 +92,6 @@ class BadNumbers:
         self.skips, self._first_step, self._scales_loss = skips, first_step, scales_loss
         self.in_a_row = 0  # bad steps up to the last one that was judged
 
-    def is_plainly_good(self, loss: float, norm: float | None) -> bool:
-        """Return whether nothing is to be judged, as in nearly every step: finite numbers after a good step."""
-        if self.in_a_row or self.skips is not NO_SKIPS:
-            return False
-        return math.isfinite(loss) and (norm is None or math.isfinite(norm))
-
     def judge(
         self, step: int, read: ReadStep, loss: float, parts: Mapping[str, PartLoss] | None, *, has_moved: bool
     ) -> bool:
@@ -114,7 +106,7 @@ class BadNumbers:
             parts: The parts of its loss, if it has some.
             has_moved: Whether any step of the run moved the weights.
         """
-        if step in self.skips:
+        if self.skips is not NO_SKIPS and step in self.skips:
             self.in_a_row = self.in_a_row + 1 if step in self.skips.single else 0
             return False
         norm = read.values.grad_norm

@@ -441,9 +441,7 @@ class Trainer:
         if self._bad is None:
             if not math.isfinite(loss):
                 raise not_finite(step, place.epoch, loss, parts, self._first_step)
-        elif not self._bad.is_plainly_good(loss, norm) and not self._bad.judge(
-            step, read, loss, parts, has_moved=self.has_moved
-        ):
+        elif not self._bad.judge(step, read, loss, parts, has_moved=self.has_moved):
             loss, count, parts = math.nan, 0.0, None
         self._last_loss = loss if count else math.nan
         if skipped < 1:  # of several turns, some may be skipped
