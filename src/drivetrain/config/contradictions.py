@@ -410,7 +410,7 @@ def _strategy(case: _Case) -> Iterator[Problem]:
     yield from _options_of_others(case, facts)
     for name in filter(None, (asked, facts.rest(config))):
         for conflict in strategy_facts(name).conflicts:
-            if all(config.value(setting) == value for setting, value in conflict.when.items()):
+            if conflict.is_met(config.value):
                 at, quoted = (
                     setting if setting in case.given else "distributed.strategy"
                     for setting in (conflict.at, conflict.asked)

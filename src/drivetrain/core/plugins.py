@@ -15,6 +15,7 @@ Studies stand beside the source code and are not part of the installed package; 
 import ast
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, cached_property
 from importlib import import_module
@@ -215,6 +216,10 @@ class Conflict(Value):
     allowed: str = ""
     remedy: str = "drop one of the two"
     reason: str = ""
+
+    def is_met(self, value_of: Callable[[str], Any]) -> bool:
+        """Return whether a configuration has these settings; `value_of` returns the value of one by its name."""
+        return all(value_of(setting) == value for setting, value in self.when.items())
 
 
 class StrategyFacts(Value):

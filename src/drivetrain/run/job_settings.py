@@ -230,8 +230,7 @@ def refuse_conflicts(config: Config, choice: Choice[str]) -> None:
     """
     spec, problems = strategy_spec(choice.value), list[Problem]()
     for conflict in spec.conflicts:
-        is_met = all(config.value(setting) == value for setting, value in conflict.when.items())
-        if not is_met or conflict.at == "distributed.strategy":  # which is auto
+        if not conflict.is_met(config.value) or conflict.at == "distributed.strategy":  # which is auto
             continue
         asked = f"{choice.value}, which auto takes here ({choice.reason}),"
         if conflict.asked not in ("distributed.strategy", *spec.options):
