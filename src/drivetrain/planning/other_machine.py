@@ -137,10 +137,8 @@ class MeasuredStep:
             raise DrivetrainError(f"{folder} has no time of a step to forecast from: {what}", remedy=remedy)
         if data.plan.get("num_devices", 1) > 1:
             raise DrivetrainError(f"{folder} ran on several GPUs, whose steps include their exchange", remedy=remedy)
-        gpu, rates = (
-            Gpu.model_validate(gpus[0]),
-            _rates_of(Gpu.model_validate(gpus[0]), str(data.plan.get("precision", "fp32"))),
-        )
+        gpu = Gpu.model_validate(gpus[0])
+        rates = _rates_of(gpu, str(data.plan.get("precision", "fp32")))
         middle = sorted(steps, key=lambda row: row["seconds"] / row["samples"])[len(steps) // 2]
         seconds, busy, waiting = middle["seconds"], _busy(data), min(data.phases.get("data", 0.0), middle["seconds"])
         if waiting < LITTLE_WAITING * seconds:
