@@ -40,7 +40,8 @@ def send(process: Launching | WarmProcess, number: signal.Signals, target: str, 
     below = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
     meant = {"supervisor": [process.pid], "workers": workers, "all": [*below, process.pid]}[target]
     for pid in meant:
-        os.kill(pid, number)
+        with suppress(ProcessLookupError):  # the loader processes of a validation end with it
+            os.kill(pid, number)
 
 
 def steps_saved(folder: Path) -> int:
