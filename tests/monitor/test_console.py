@@ -1,5 +1,6 @@
 """The lines on the terminal: the mean loss of an epoch, and how fast it went."""
 
+import itertools
 import json
 import re
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.progress import Progress
 
 import drivetrain as dt
 from drivetrain.config import configure
@@ -15,6 +17,7 @@ from drivetrain.core.metrics import StepRecord
 from drivetrain.core.processes import request_stop
 from drivetrain.monitor.console import LEAST_BAR, RunConsole, bar_words
 from tests.api.jobs import Variant, make_job, vector_loss
+from tests.simulated_clock import SimulatedClock
 
 LINE = re.compile(r"epoch +(\d+) +step +(\d+) +loss ([\d.]+) +([\d,]+) samples/s")
 
@@ -33,6 +36,88 @@ def test_records_that_are_read_at_once_do_not_look_fast(capsys: Any) -> None:
     for step in (1, 2, 3):
         console.show(record(step, step - 1, 0.5))
     assert lines(capsys.readouterr().out) == [(1, 1, 0.5, 33), (2, 2, 0.5, 33), (3, 3, 0.5, 33)]
+
+
+def short_epochs(
+    clock: SimulatedClock, num_epochs: int, seconds: float, *, known: bool = True, until: int | None = None
+) -> None:
+    """Show epochs of four steps, each with its validation, which is best in epoch 777."""
+    with RunConsole(4 * num_epochs if known else None, 4 if known else None, 0) as console:
+        for step in range(1, 4 * (until or num_epochs) + 1):
+            clock.spend(seconds / 4)
+            console.show(record(step, (step - 1) // 4, 0.5, seconds / 4))
+            if step % 4 == 0:
+                console.validated(
+                    {"valid_loss": abs(step - 3108) / 1e4}, best=f"valid loss {step}" if step <= 3108 else ""
+                )
+
+
+def gaps(shown: list[tuple[int, int, float, int]]) -> list[int]:
+    return [second[0] - first[0] for first, second in itertools.pairwise(shown)]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_thousands_of_short_epochs_get_few_lines(
+    simulated_clock: SimulatedClock, capsys: Any, monkeypatch: pytest.MonkeyPatch, known: bool, terminal: bool
+) -> None:
+    """Ten milliseconds each: all of the beginning, then ever fewer, the last, and the best wherever it was."""
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(Progress, "start", lambda self: None)  # its thread would read the simulated clock, too
+    short_epochs(simulated_clock, 3000, 0.01, known=known)
+    out = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    shown = lines(out)
+    assert [line[0] for line in shown[:20]] == [*range(1, 21)]
+    assert shown[-1][:2] == (3000, 12000)
+    assert len(shown) < 250, "no flood"
+    assert max(gaps(shown)) <= 160, "a twentieth of the time so far, not long silence"
+    validations = [line for line in out.splitlines() if "valid loss" in line]
+    assert len(validations) == len(shown), "a validation has a line where its epoch has one"
+    assert sum("best valid loss 3108 at step 3108" in line for line in validations) == 1
+    assert out.count("metrics.jsonl") == 1, "that lines are left out is said once"
+
+
+def test_epochs_that_are_few_or_long_have_a_line_each(simulated_clock: SimulatedClock, capsys: Any) -> None:
+    short_epochs(simulated_clock, 100, 0.001)
+    assert gaps(lines(capsys.readouterr().out)) == [1] * 99
+    short_epochs(simulated_clock, 400, 10.1)
+    out = capsys.readouterr().out
+    assert gaps(lines(out)) == [1] * 399
+    assert "metrics.jsonl" not in out
+    short_epochs(simulated_clock, 100_000, 0.5, until=20_000)
+    assert len(lines(capsys.readouterr().out)) < 20_000 * 0.5 / 10 + 200, "at most one in ten seconds, in the long run"
+
+
+def test_the_last_epoch_before_a_stop_has_its_line(simulated_clock: SimulatedClock, capsys: Any) -> None:
+    """A run may be stopped after any epoch, which nobody knows beforehand."""
+    short_epochs(simulated_clock, 3000, 0.01, until=1718)
+    out = capsys.readouterr().out.splitlines()
+    assert lines(out[-2])[0][:2] == (1718, 6872)
+    assert out[-1].split() == ["valid", "loss", "0.3764"]
+
+
+def test_lines_that_are_asked_for_are_not_left_out(simulated_clock: SimulatedClock, capsys: Any) -> None:
+    console = RunConsole(4000, 4, 0, line_every=4)
+    for step in range(1, 2001):
+        console.show(record(step, (step - 1) // 4, 0.5, 0.001))
+        if step % 4 == 0:
+            console.validated({"valid_loss": 0.5})
+    out = capsys.readouterr().out
+    assert len(lines(out)) == 500
+    assert out.count("valid loss") == 500
+
+
+def test_validations_inside_an_epoch_are_no_flood_either(simulated_clock: SimulatedClock, capsys: Any) -> None:
+    console = RunConsole(100_000, 100_000, 0)
+    for step in range(1, 5001):
+        simulated_clock.spend(0.001)
+        console.show(record(step, 0, 0.5, 0.001))
+        console.validated({"valid_loss": 1 / step}, best="valid loss")
+    validations = capsys.readouterr().out.splitlines()
+    assert 100 < len(validations) < 250
+    assert "best" not in validations[-1], "this one is the best"
 
 
 def test_an_epochs_line_is_of_the_whole_epoch(capsys: Any) -> None:

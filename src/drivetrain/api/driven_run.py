@@ -255,9 +255,9 @@ class DrivenRun:
         self._saver.report()
         self.last = record
 
-    def _report_validation(self, context: StepContext, metrics: dict[str, float], seconds: float) -> None:
+    def _report_validation(self, context: StepContext, metrics: dict[str, float], seconds: float, best: str) -> None:
         epoch = context.epoch if self.last is None else self.last.epoch
-        self.recorder.metrics(context.step, epoch, metrics, seconds)
+        self.recorder.metrics(context.step, epoch, metrics, seconds, best)
 
     def _note(self, text: str) -> None:
         self.recorder.event("note", text=text)

@@ -509,10 +509,10 @@ class _Loop:
         meta["has_moved"] = self._trainer.has_moved
         return shards, meta
 
-    def _report_validation(self, context: StepContext, metrics: dict[str, float], seconds: float) -> None:
+    def _report_validation(self, context: StepContext, metrics: dict[str, float], seconds: float, best: str) -> None:
         # The record of the step that is validated was read before: its epoch is what `steps.jsonl` has.
         epoch = context.epoch if self._last is None else self._last.epoch
-        self._recorder.metrics(context.step, epoch, metrics, seconds)
+        self._recorder.metrics(context.step, epoch, metrics, seconds, best)
         if wants_pause(context.step):
             self._trainer.stop()
 

@@ -29,6 +29,7 @@ from drivetrain.core.metrics import (
 )
 from drivetrain.core.precision import Precision, widened
 from drivetrain.core.state import is_distributed
+from drivetrain.core.value import format_metric
 from drivetrain.core.world import World
 from drivetrain.data.batch import described
 from drivetrain.data.division import key_of
@@ -288,7 +289,7 @@ class Validation:
         best: Aim,
         early_stopping: EarlyStopping | None,
         average: Average | None,
-        report: Callable[[StepContext, dict[str, float], float], None],
+        report: Callable[[StepContext, dict[str, float], float, str], None],
         plateaus: Mapping[str, Plateau] | None = None,  # by the name of their optimizer
     ) -> None:
         self.every = every
@@ -308,12 +309,14 @@ class Validation:
     def __call__(self, context: StepContext) -> Verdict:
         began = time.perf_counter()
         self.latest = self.measure(context.model)
-        self._report(context, self.latest, time.perf_counter() - began)
-        self._reduce_rates(context)
-        value = _picked(self.latest, self._best.metric)
+        value = self.latest.get(self._best.metric, math.nan)
         is_best = self._best.is_better(value, self.best_value)
         if is_best:
             self.best_step, self.best_value = context.step, value
+        best = f"{self._best.metric.replace('_', ' ')} {format_metric(value)}" if is_best else ""
+        self._report(context, self.latest, time.perf_counter() - began, best)
+        _picked(self.latest, self._best.metric)  # one that is not measured is an error
+        self._reduce_rates(context)
         stop = self._patience is not None and self._patience.is_over(self.latest)
         if stop and self._patience is not None:
             self.stopped_because = self._patience.words()

@@ -1,4 +1,4 @@
-"""The terminal output of a run: how it starts, a bar while it runs, a line per epoch.
+"""The terminal output of a run: how it starts, a bar while it runs, a line per epoch, unless epochs are short.
 
 Only the main process has one.
 """
@@ -33,10 +33,40 @@ class _Console(Console):
         self.quiet = True
 
 
+class _Pace:
+    """Decides which of the lines that a run has, one per epoch or validation, are shown: thousands are not read.
+
+    The first ones are shown, and all of a run of few epochs. Then the time between two grows with that of the run, to
+    ten seconds: an epoch that takes longer is always shown, and a short run still shows its course.
+    """
+
+    FIRST, FEW = 20, 100  # lines
+    SHARE, MOST_SECONDS = 1 / 20, 10.0
+
+    def __init__(self, num_epochs: int | None) -> None:
+        self._free = self.FIRST if num_epochs is not None and num_epochs > self.FEW else self.FEW
+        self._began = self._shown_at = time.perf_counter()
+        self._step, self._is_shown = -1, True
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+
+    def shows(self, step: int, *, asked: bool = False) -> bool:
+        """Return whether the lines of a step are shown: all of them, or none. `asked`: the user wants to see this."""
+        if step != self._step or asked:
+            now = time.perf_counter()
+            least = min(self.MOST_SECONDS, self.SHARE * (now - self._began))
+            self._is_shown = asked or self._free > 0 or now - self._shown_at >= least
+            self._step, self._free = step, max(0, self._free - 1)
+            if self._is_shown:
+                self._shown_at = now
+        return self._is_shown
+
+
 class RunConsole:
     """Shows a run. Where the output is not a terminal, only the lines remain, and a long epoch gets one a minute.
 
-    `line_every` asks for a line after every so many steps.
+    `line_every` asks for a line after every so many steps. Lines of short epochs are left out, but not the last.
     """
 
     LINE_SECONDS = 60.0
@@ -83,8 +113,13 @@ class RunConsole:
         self._last: StepRecord | None = None
         self._warning, self._metric, self._rate = "", "", 0.0
         self._is_measuring = False
+        self._pace = _Pace(_epochs(num_steps, steps_per_epoch))
+        self._held: list[str] = []  # the lines of this step, the last that has some, while they are left out
+        self._held_step = 0
+        self._is_told, self._unseen_best = False, ""
 
     def __enter__(self) -> Self:
+        self._pace.begin()
         self._shown(self._progress.start)
         return self
 
@@ -93,6 +128,8 @@ class RunConsole:
     ) -> None:
         if self._steps_per_epoch is None and self._last is not None and self._count:
             self._say_line(self._last, of_epoch=True)
+        for line in self._held:
+            self.say(line)
         self._shown(self._progress.stop)
 
     def say(self, text: str, bold: str = "") -> None:
@@ -123,8 +160,11 @@ class RunConsole:
             self.say(f"            {told}")
             self._began = now
 
-    def validated(self, metrics: Mapping[str, float]) -> None:
-        """Show a validation: a metric beside the progress, the first that is no loss, and a line of all, if few."""
+    def validated(self, metrics: Mapping[str, float], best: str = "") -> None:
+        """Show a validation: a metric beside the progress, the first that is no loss, and a line of all, if few.
+
+        `best` is the value in words by which it is the best so far; empty: it is not.
+        """
         shown = next((name for name in metrics if "loss" not in name), next(iter(metrics), ""))
         if shown:
             label = shown.removeprefix("valid_") if shown != "valid_loss" else shown
@@ -137,7 +177,26 @@ class RunConsole:
             told = sorted(told, key=lambda name: not name.endswith("_loss"))[:MOST_VALIDATED]
         rest = "" if len(told) == len(metrics) else f"   and {len(metrics) - len(told)} more in metrics.jsonl"
         words = [f"{_name(name.replace('_', ' '))} {format_metric(metrics[name])}" for name in told]
-        self.say(f"            {'   '.join(words)}{rest}")
+        self._say_validation(f"            {'   '.join(words)}{rest}", best)
+
+    def _say_validation(self, line: str, best: str) -> None:
+        """Show the line of a validation, and on the first one that is shown again which was the best before it."""
+        step = self._last.step if self._last is not None else 0
+        unseen, self._unseen_best = "" if best else self._unseen_best, ""
+        line += f"   {unseen}" if unseen else ""
+        if self._pace.shows(step):
+            self.say(line)
+        else:
+            self._hold(step, line)
+            self._unseen_best = f"best {best} at step {step}" if best else unseen
+
+    def _hold(self, step: int, line: str) -> None:
+        if not self._is_told:
+            self._is_told = True
+            every = f" (--log-every {self._steps_per_epoch}: a line each)" if self._steps_per_epoch else ""
+            self.say(f"            fewer lines from here on; steps.jsonl and metrics.jsonl have every epoch{every}")
+        self._held = [*(self._held if self._held_step == step else []), line]
+        self._held_step = step
 
     def _shown(self, show: Callable[[], None]) -> None:
         """Show something. A full disk behind a pipe or a closed terminal ends the output, not the run."""
@@ -192,8 +251,9 @@ class RunConsole:
         ends_epoch = record.step == self._num_steps or (
             self._steps_per_epoch is not None and record.step % self._steps_per_epoch == 0
         )
-        if ends_epoch or self._is_line_due(record.step, now):
-            self._say_line(record, of_epoch=ends_epoch)
+        is_due = self._is_line_due(record.step, now)
+        if ends_epoch or is_due:
+            self._say_line(record, of_epoch=ends_epoch, asked=is_due or record.step == self._num_steps)
 
     def _move_bar(self, record: StepRecord) -> None:
         self._progress.update(self._bar, completed=self._work(record.step))
@@ -220,21 +280,28 @@ class RunConsole:
         before, after = bar_words(parts, self._console.width)
         self._progress.update(self._bar, before=before, after=after)
 
-    def _say_line(self, record: StepRecord, *, of_epoch: bool) -> None:
+    def _say_line(self, record: StepRecord, *, of_epoch: bool, asked: bool = False) -> None:
         """Show the mean loss of an epoch that ends, else of the steps since the last line; and their throughput."""
         total, count = (self._epoch_sum, self._epoch_count) if of_epoch else (self._loss_sum, self._count)
         rate = self._samples / self._seconds if self._seconds else 0.0
         sums = self._epoch_parts if of_epoch else self._parts
         parts = ", ".join(f"{_name(name)} {format_metric(part / items)}" for name, (part, items) in sums.items())
         shown = list((self._epoch_logged if of_epoch else self._logged).items())[:MOST_LOGGED]
-        self.say(
-            f"epoch {record.epoch + 1:>3}   step {record.step:>6}   loss {format_metric(total / (count or 1.0))}   "
+        digits = max(3, len(str(_epochs(self._num_steps, self._steps_per_epoch) or "")))
+        line = (
+            f"epoch {record.epoch + 1:>{digits}}   step {record.step:>6}   "
+            + f"loss {format_metric(total / (count or 1.0))}   "
             + (f"({parts})   " if parts else "")
             + "".join(f"{_name(name)} {total / items:.4g}   " for name, (total, items) in shown)
             + f"{rate:>9,.0f} samples/s"
             + (f"   {format_count(self._skipped, 'step')} skipped: not finite" if self._skipped else "")
             + (f"   {self._warning}" if self._warning else "")
         )
+        if not self._pace.shows(record.step, asked=asked):
+            self._hold(record.step, line)
+            return
+        self._held = []
+        self.say(line)
         self._loss_sum, self._count, self._samples, self._skipped, self._seconds = 0.0, 0.0, 0, 0, 0.0
         self._parts, self._logged = {}, {}
         self._began = time.perf_counter()

@@ -217,7 +217,7 @@ class NoRunRecorder:
     def write(self, record: StepRecord) -> None:
         pass
 
-    def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float) -> None:
+    def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float, best: str = "") -> None:
         pass
 
     def test(self, step: int, epoch: int, values: Mapping[str, float], seconds: float, of_step: int) -> None:
@@ -481,8 +481,8 @@ class RunRecorder(NoRunRecorder):
         for tracker in self._trackers:
             tracker.log(tagged, step)
 
-    def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float) -> None:
-        """Record a validation after `step` steps; `epoch` is that of the last of them, from 0, as in `steps.jsonl`."""
+    def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float, best: str = "") -> None:
+        """Record a validation after `step` steps, in `epoch` (from 0). `best` is the best value so far, in words."""
         self._checkups.saw_validation()
         self.spend("eval", seconds)
         self._append("metrics", {"step": step, "epoch": epoch, **values, "seconds": seconds})
@@ -490,7 +490,7 @@ class RunRecorder(NoRunRecorder):
         # Of several sets, the first has its values twice: under its own name, and without one.
         own = f"valid_{self._facts.first_set}" if self._facts.first_set else None
         again = {name for name in values if own is not None and f"{own}{name.removeprefix('valid')}" in values}
-        self._console.validated({name: value for name, value in values.items() if name not in again})
+        self._console.validated({name: value for name, value in values.items() if name not in again}, best)
 
     def test(self, step: int, epoch: int, values: Mapping[str, float], seconds: float, of_step: int) -> None:
         """Record the test after the last step, with the weights of the step `of_step`."""

@@ -102,7 +102,7 @@ def make_validation(
     run: Session,
     parts: "RunParts",
     checkpoint: Checkpoint | None,
-    report: Callable[[StepContext, dict[str, float], float], None],
+    report: Callable[[StepContext, dict[str, float], float, str], None],
     loss: LossFunction | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Validation | None:
@@ -112,7 +112,8 @@ def make_validation(
         run: The run.
         parts: Its parts.
         checkpoint: The checkpoint.
-        report: Called with each validation: where it was, its values, and the seconds it took.
+        report: Called with each validation: where it was, its values, the seconds it took, and the value in words
+            by which it is the best so far; empty: it is not.
         loss: The loss function, if not the job's.
         progress: Called while it validates, with the name of the set and the part of it that is done.
     """
