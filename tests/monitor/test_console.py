@@ -16,7 +16,7 @@ from drivetrain.config import configure
 from drivetrain.core.metrics import StepRecord
 from drivetrain.core.processes import request_stop
 from drivetrain.monitor.console import LEAST_BAR, RunConsole, bar_words
-from tests.api.jobs import Variant, make_job, vector_loss
+from tests.api.jobs import Variant, Vectors, make_job, make_model, vector_loss
 from tests.simulated_clock import SimulatedClock
 
 LINE = re.compile(r"epoch +(\d+) +step +(\d+) +loss ([\d.]+) +([\d,]+) samples/s")
@@ -118,6 +118,54 @@ def test_validations_inside_an_epoch_are_no_flood_either(simulated_clock: Simula
     validations = capsys.readouterr().out.splitlines()
     assert 100 < len(validations) < 250
     assert "best" not in validations[-1], "this one is the best"
+
+
+def epochs_with_validations_inside(
+    clock: SimulatedClock, num_epochs: int, seconds: float, *, each: int, until: int | None = None
+) -> None:
+    """Show epochs of 100 steps, and a validation after every `each` steps."""
+    with RunConsole(100 * num_epochs, 100, 0) as console:
+        for step in range(1, (until or 100 * num_epochs) + 1):
+            clock.spend(seconds / 100)
+            console.show(record(step, (step - 1) // 100, 0.5, seconds / 100))
+            if step % each == 0:
+                console.validated({"valid_loss": step / 1e6})
+
+
+@pytest.mark.parametrize(("num_epochs", "seconds"), [(80, 0.1), (300, 60.0)])
+def test_validations_do_not_take_the_lines_of_epochs(
+    simulated_clock: SimulatedClock, capsys: Any, num_epochs: int, seconds: float
+) -> None:
+    """Few epochs, and those that take longer than ten seconds, have a line each, however many validations there are."""
+    epochs_with_validations_inside(simulated_clock, num_epochs, seconds, each=3)
+    out = capsys.readouterr().out
+    assert [line[0] for line in lines(out)] == [*range(1, num_epochs + 1)]
+    assert "--log-every" not in out, "it would not bring back what is left out: validations"
+    assert out.count("fewer lines") == 1
+
+
+def test_what_was_left_out_last_stands_at_the_end_in_its_order(simulated_clock: SimulatedClock, capsys: Any) -> None:
+    """The last epoch and the last validation, each once, and with its step: no validation is of the line above it."""
+    for until in (200_001, 200_004, 200_049, 200_099):
+        epochs_with_validations_inside(simulated_clock, 3000, 0.01, each=7, until=until)
+        out = capsys.readouterr().out
+        last_epoch, last_validation = until - until % 100, until - until % 7
+        assert lines(out)[-1][:2] == (until // 100, last_epoch)
+        told = [line for line in out.splitlines()[-2:] if re.search(rf"step +{last_validation} +valid loss", line)]
+        assert len(told) == 1
+        assert f"valid loss {last_validation / 1e6:.4f}" in told[0]
+        steps = [int(found) for found in re.findall(r"step +(\d+)", out)]
+        assert steps[:-1] == sorted(steps[:-1]), until
+
+
+def test_skipped_steps_are_told_once(simulated_clock: SimulatedClock, capsys: Any) -> None:
+    with RunConsole(4000, 4, 0) as console:
+        for step in range(1, 4001):
+            simulated_clock.spend(0.001)
+            console.show(record(step, (step - 1) // 4, 0.5, 0.001)._replace(skipped=step % 10 == 0))
+            if step % 4 == 0:
+                console.validated({"valid_loss": 0.5})
+    assert sum(int(found) for found in re.findall(r"(\d+) steps? skipped", capsys.readouterr().out)) == 400
 
 
 def test_an_epochs_line_is_of_the_whole_epoch(capsys: Any) -> None:
@@ -303,3 +351,40 @@ def test_nothing_stands_below_the_last_words(tmp_path: Path, capsys: Any) -> Non
     assert shown[-1] == f"stopped at step {result.steps} of 10; the same command goes on from there"
     assert any("report.html" in line for line in shown)
     assert sum("the same command goes on" in line for line in shown) == 1
+
+
+def test_the_last_epoch_stands_above_the_summary(tmp_path: Path, capsys: Any) -> None:
+    """Lines that were left out are shown with the steps: not below the verdict, the test or the last words."""
+
+    def stop(context: dt.StepContext) -> None:
+        if context.step == 1001:
+            request_stop()
+
+    variant = Variant(steps=4000, global_batch=8, num_samples=16)
+    job = make_job(variant, hooks=[dt.every(1, stop)], valid=Vectors(variant), test=Vectors(variant))
+    dt.train(job, configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0, batch_size=8))
+    out = capsys.readouterr().out
+    assert "fewer lines" in out
+    order = [out.rindex(words) for words in ("epoch ", "valid loss", "  took", "stopped at step")]
+    assert order == sorted(order)
+    assert "verdict" not in out[: order[1]]
+
+
+def test_the_last_words_of_a_loop_of_ones_own(tmp_path: Path, capsys: Any) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([(torch.ones(6), torch.tensor(0))] * 40)
+
+    model = make_model(Variant(dtype=torch.float32))
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0, batch_size=8)
+    run = dt.drive(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), Stream(), config=config, epochs=5, global_batch=8
+    )
+    for step, batch in enumerate(run):
+        run.backward(vector_loss(run.model, batch))
+        run.step()
+        if step == 6:
+            break
+    shown = capsys.readouterr().out.rstrip().splitlines()
+    assert "the same command goes on from there" in shown[-1]
+    assert lines("\n".join(shown))[-1][:2] == (2, 7)

@@ -123,6 +123,7 @@ class DrivenRun:
         self._failure: Exception | None = None  # of the save when the loop was left
         self._error: Exception | None = None  # in what follows a step
         self._is_whole = True  # all that follows a step went well
+        self._ended: tuple[bool, int, str] | None = None  # whether finished, its steps, and why it was stopped
         self._remember()
 
     def _make_trainer(self, checkpoint: Checkpoint | None) -> Trainer:
@@ -200,9 +201,14 @@ class DrivenRun:
         if finished:
             refuse_unmoved(self.steps, has_moved=self.trainer.has_moved)
         self.recorder.finish(finished, self.steps, self.stopped_because, compilation=self._session.compilation())
-        self.recorder.last_words(finished, self.steps, self.stopped_because)
+        self._ended = (finished, self.steps, self.stopped_because)
         note_end(finished)
         return finished
+
+    def say_last_words(self) -> None:
+        """Say why the run ended before its end, where that is known and was saved; call it after everything else."""
+        if self._ended is not None:
+            self.recorder.last_words(*self._ended)
 
     def left(self, error: BaseException, *, is_last: bool) -> bool:
         """Finish the run where its loop was left with the last step done; else save. Return whether the job is done."""
@@ -305,7 +311,7 @@ class DrivenRun:
             alone.save(self.steps, *self._state())
             self.recorder.event("checkpoint", step=self.steps)
         self.recorder.finish(False, self.steps)
-        self.recorder.last_words(False, self.steps)
+        self._ended = (False, self.steps, "")
 
 
 def open_run(session: Session, stack: ExitStack) -> Opened:

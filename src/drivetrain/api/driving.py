@@ -493,6 +493,7 @@ class Drive:
                 self.finished = driven.left(error, is_last=is_last)
                 # `break` and an error in the loop's body look the same here. Neither is an error of this generator.
                 if not isinstance(error, GeneratorExit):
+                    driven.say_last_words()
                     raise
             finally:
                 self._is_over = True
@@ -501,6 +502,7 @@ class Drive:
                 for problem in write_report(self.folder, always_draws=draws_always(self._session)):
                     driven.recorder.say(problem)
         tell_end(self._session, self.steps, self.best, self.last, driven.recorder)
+        driven.say_last_words()
 
     def _handed_out(self) -> Iterator[Any]:
         if self._driven.stopped_because:

@@ -34,33 +34,30 @@ class _Console(Console):
 
 
 class _Pace:
-    """Decides which of the lines that a run has, one per epoch or validation, are shown: thousands are not read.
+    """Decides which lines of a kind, one per epoch or validation, are shown: thousands are not read.
 
-    The first ones are shown, and all of a run of few epochs. Then the time between two grows with that of the run, to
-    ten seconds: an epoch that takes longer is always shown, and a short run still shows its course.
+    The first ones are shown. Then the time between two grows with that of the run, to ten seconds: an epoch that takes
+    longer is always shown, and a short run still shows its course.
     """
 
-    FIRST, FEW = 20, 100  # lines
     SHARE, MOST_SECONDS = 1 / 20, 10.0
 
-    def __init__(self, num_epochs: int | None) -> None:
-        self._free = self.FIRST if num_epochs is not None and num_epochs > self.FEW else self.FEW
+    def __init__(self, num_first: int) -> None:
+        self._num_first = num_first
         self._began = self._shown_at = time.perf_counter()
-        self._step, self._is_shown = -1, True
 
     def begin(self) -> None:
         self._began = time.perf_counter()
 
-    def shows(self, step: int, *, asked: bool = False) -> bool:
-        """Return whether the lines of a step are shown: all of them, or none. `asked`: the user wants to see this."""
-        if step != self._step or asked:
-            now = time.perf_counter()
-            least = min(self.MOST_SECONDS, self.SHARE * (now - self._began))
-            self._is_shown = asked or self._free > 0 or now - self._shown_at >= least
-            self._step, self._free = step, max(0, self._free - 1)
-            if self._is_shown:
-                self._shown_at = now
-        return self._is_shown
+    def shows(self, *, asked: bool) -> bool:
+        """Return whether the next line is shown; `asked`: it is in any case."""
+        now = time.perf_counter()
+        least = min(self.MOST_SECONDS, self.SHARE * (now - self._began))
+        shows = asked or self._num_first > 0 or now - self._shown_at >= least
+        self._num_first -= 1
+        if shows:
+            self._shown_at = now
+        return shows
 
 
 class RunConsole:
@@ -69,6 +66,7 @@ class RunConsole:
     `line_every` asks for a line after every so many steps. Lines of short epochs are left out, but not the last.
     """
 
+    FIRST, FEW = 20, 100  # lines that are not left out, of many epochs, and of few
     LINE_SECONDS = 60.0
     BAR_SECONDS = 0.1  # moving the bar costs more than making a record
 
@@ -113,24 +111,33 @@ class RunConsole:
         self._last: StepRecord | None = None
         self._warning, self._metric, self._rate = "", "", 0.0
         self._is_measuring = False
-        self._pace = _Pace(_epochs(num_steps, steps_per_epoch))
-        self._held: list[str] = []  # the lines of this step, the last that has some, while they are left out
-        self._held_step = 0
+        num_epochs = _epochs(num_steps, steps_per_epoch)
+        self._has_few = num_epochs is not None and num_epochs <= self.FEW
+        first = self.FEW if num_epochs is None or self._has_few else self.FIRST
+        self._paces = {kind: _Pace(first) for kind in ("epoch", "validation")}
+        self._held: dict[str, tuple[int, str]] = {}  # the newest line of each kind that was left out, with its step
+        self._digits = max(3, len(str(num_epochs or "")))
+        self._first_step, self._said_step = first_step, -1
         self._is_told, self._unseen_best = False, ""
 
     def __enter__(self) -> Self:
-        self._pace.begin()
+        for pace in self._paces.values():
+            pace.begin()
         self._shown(self._progress.start)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._steps_per_epoch is None and self._last is not None and self._count:
-            self._say_line(self._last, of_epoch=True)
-        for line in self._held:
-            self.say(line)
+        self.end_steps()
         self._shown(self._progress.stop)
+
+    def end_steps(self) -> None:
+        """Show the last lines of epochs and validations, if they were left out: no step follows."""
+        if self._steps_per_epoch is None and self._last is not None and self._count:
+            self._say_line(self._last, of_epoch=True, asked=True)
+        for kind in sorted(self._held, key=lambda kind: self._held[kind][0]):
+            self._show_held(kind)
 
     def say(self, text: str, bold: str = "") -> None:
         """Print a line as it is: what looks like markup is a part of somebody's name. `bold` stands before it."""
@@ -177,26 +184,53 @@ class RunConsole:
             told = sorted(told, key=lambda name: not name.endswith("_loss"))[:MOST_VALIDATED]
         rest = "" if len(told) == len(metrics) else f"   and {len(metrics) - len(told)} more in metrics.jsonl"
         words = [f"{_name(name.replace('_', ' '))} {format_metric(metrics[name])}" for name in told]
-        self._say_validation(f"            {'   '.join(words)}{rest}", best)
+        self._say_validation(f"{'   '.join(words)}{rest}", best)
 
-    def _say_validation(self, line: str, best: str) -> None:
+    def _say_validation(self, words: str, best: str) -> None:
         """Show the line of a validation, and on the first one that is shown again which was the best before it."""
-        step = self._last.step if self._last is not None else 0
-        unseen, self._unseen_best = "" if best else self._unseen_best, ""
-        line += f"   {unseen}" if unseen else ""
-        if self._pace.shows(step):
-            self.say(line)
-        else:
-            self._hold(step, line)
-            self._unseen_best = f"best {best} at step {step}" if best else unseen
+        step = self._last.step if self._last is not None else self._first_step
+        unseen = "" if best else self._unseen_best
+        line = f"{words}   {unseen}" if unseen else words
+        is_shown = self._offer("validation", step, line)
+        self._unseen_best = "" if is_shown else f"best {best} at step {step}" if best else unseen
 
-    def _hold(self, step: int, line: str) -> None:
-        if not self._is_told:
-            self._is_told = True
-            every = f" (--log-every {self._steps_per_epoch}: a line each)" if self._steps_per_epoch else ""
-            self.say(f"            fewer lines from here on; steps.jsonl and metrics.jsonl have every epoch{every}")
-        self._held = [*(self._held if self._held_step == step else []), line]
-        self._held_step = step
+    def _offer(self, kind: str, step: int, line: str, *, asked: bool = False) -> bool:
+        """Show a line, or hold it back until the next one of its kind. Returns whether it is shown.
+
+        The lines of a step, of its epoch and of its validation, are shown together.
+        """
+        if not self._paces[kind].shows(asked=asked or step == self._said_step):
+            self._tell_once(kind)
+            self._held[kind] = (step, line)
+            return False
+        self._held.pop(kind, None)
+        for other, (held_step, _) in list(self._held.items()):
+            if held_step == step:
+                self._show_held(other)
+        self._show_line(kind, step, line)
+        return True
+
+    def _show_held(self, kind: str) -> None:
+        self._show_line(kind, *self._held.pop(kind))
+
+    def _show_line(self, kind: str, step: int, line: str) -> None:
+        if kind == "validation":  # under the line of its step, or with a step of its own
+            line = f"{'':12}{line}" if step == self._said_step else f"{'':{9 + self._digits}}step {step:>6}   {line}"
+        self._said_step = step
+        self.say(line)
+        if kind == "epoch":
+            self._loss_sum, self._count, self._samples, self._skipped, self._seconds = 0.0, 0.0, 0, 0, 0.0
+            self._parts, self._logged = {}, {}
+            self._began = time.perf_counter()
+
+    def _tell_once(self, kind: str) -> None:
+        if self._is_told:
+            return
+        self._is_told = True
+        validations = ", metrics.jsonl every validation" if self._metric else ""
+        each = self._steps_per_epoch if kind == "epoch" else None
+        asks = f"; --log-every {each} shows a line of each epoch" if each else ""
+        self.say(f"            fewer lines from here on: steps.jsonl has every step{validations}{asks}")
 
     def _shown(self, show: Callable[[], None]) -> None:
         """Show something. A full disk behind a pipe or a closed terminal ends the output, not the run."""
@@ -287,9 +321,8 @@ class RunConsole:
         sums = self._epoch_parts if of_epoch else self._parts
         parts = ", ".join(f"{_name(name)} {format_metric(part / items)}" for name, (part, items) in sums.items())
         shown = list((self._epoch_logged if of_epoch else self._logged).items())[:MOST_LOGGED]
-        digits = max(3, len(str(_epochs(self._num_steps, self._steps_per_epoch) or "")))
         line = (
-            f"epoch {record.epoch + 1:>{digits}}   step {record.step:>6}   "
+            f"epoch {record.epoch + 1:>{self._digits}}   step {record.step:>6}   "
             + f"loss {format_metric(total / (count or 1.0))}   "
             + (f"({parts})   " if parts else "")
             + "".join(f"{_name(name)} {total / items:.4g}   " for name, (total, items) in shown)
@@ -297,14 +330,7 @@ class RunConsole:
             + (f"   {format_count(self._skipped, 'step')} skipped: not finite" if self._skipped else "")
             + (f"   {self._warning}" if self._warning else "")
         )
-        if not self._pace.shows(record.step, asked=asked):
-            self._hold(record.step, line)
-            return
-        self._held = []
-        self.say(line)
-        self._loss_sum, self._count, self._samples, self._skipped, self._seconds = 0.0, 0.0, 0, 0, 0.0
-        self._parts, self._logged = {}, {}
-        self._began = time.perf_counter()
+        self._offer("epoch", record.step, line, asked=asked or self._has_few)
 
     def _is_line_due(self, step: int, now: float) -> bool:
         if self._line_every and step % self._line_every == 0:

@@ -494,6 +494,7 @@ class RunRecorder(NoRunRecorder):
 
     def test(self, step: int, epoch: int, values: Mapping[str, float], seconds: float, of_step: int) -> None:
         """Record the test after the last step, with the weights of the step `of_step`."""
+        self._console.end_steps()
         self.spend("eval", seconds)
         row = {"step": step, "epoch": epoch, **values, "seconds": seconds, "weights_of_step": of_step}
         self._append("metrics", row)
@@ -551,6 +552,7 @@ class RunRecorder(NoRunRecorder):
 
     def finish(self, finished: bool, steps: int, because: str = "", **facts: Any) -> None:
         """Record the end of the loop. `facts` go to its event."""
+        self._console.end_steps()
         self._clock.finish()
         if self._last is not None:
             self._write_speed(self._last, is_over=True)
