@@ -184,7 +184,7 @@ def test_a_link_opens_once(server: MonitorServer) -> None:
     assert "Loss" in page
     figures = json.loads(ask(server, f"/run/{own['id']}/figures.json", Cookie=cookie)[2])
     assert figures["charts"][0]["title"] == "Loss"
-    assert "not finished" in figures["about"] or "finished" in figures["about"]
+    assert figures["about"].startswith("finished after 300 steps")
 
 
 def test_strangers_get_nothing(server: MonitorServer) -> None:
@@ -316,6 +316,8 @@ def test_live_in_a_browser(tmp_path: Path, server: MonitorServer) -> None:
         name = next(row["id"] for row in server.look()["runs"] if row["folder"].endswith("going-on"))
         dom = opened(tmp_path, server.url.replace("/?", f"/run/{name}?"))
         assert int(re.findall(r'data-renewed="(\d+)"', dom)[0]) >= 1, "the curves were drawn again"
+        assert re.search(r'id="about">running: step [\d,]+ of 100,000, about .* left<', dom)
+        assert "<title>going-on</title>" in dom
         assert 'data-lost=""' in dom
     finally:
         ends.set()

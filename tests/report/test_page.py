@@ -191,7 +191,7 @@ def test_names_full_of_html_are_text(tmp_path: Path) -> None:
     assert text.count("<script>") == 2
     assert HOSTILE in [line["name"] for chart in figures_of(text)["charts"] for line in chart["lines"]]
     if CHROMIUM is not None:
-        assert drawn(tmp_path / "page.html", text)["title"] == HOSTILE
+        assert drawn(tmp_path / "page.html", text)["title"] == f"run ({HOSTILE})"
 
 
 def test_what_others_wrote_is_as_they_published_it() -> None:
@@ -408,4 +408,4 @@ def test_the_page_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:
     assert seen["faint"] > 0, "what is not tied to it steps back"
     assert seen["step"] == "10"
     assert seen["mark"] == "35 s: failed on rank 1, step 103: killed"
-    assert seen["title"] == "made"
+    assert seen["title"] == "run (made)"

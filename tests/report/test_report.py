@@ -3,9 +3,12 @@
 import errno
 import json
 import math
+import os
+import re
 import shutil
 import struct
 import sys
+import time
 import warnings
 import zlib
 from pathlib import Path
@@ -16,8 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from drivetrain.commands.monitor import state_of
+from drivetrain.core.goodput import stamp
+from drivetrain.core.run_folder import RunFolder
+from drivetrain.core.value import format_duration
 from drivetrain.report import RunData, draw, summary, write_report
 from drivetrain.report.picture import _few_bars, _smoothed, _thinned
+from drivetrain.report.run_data import ending_in_words
 from tests import warm_python
 from tests.api.jobs import Variant, make_job, run
 
@@ -138,14 +146,18 @@ def test_whatever_is_missing_is_left_out(copied: Path, missing: str) -> None:
 
 def test_an_empty_folder_has_a_report(tmp_path: Path) -> None:
     assert write_report(tmp_path) == []
-    assert "not finished" in (tmp_path / "performance_summary.txt").read_text()
+    assert "not begun" in (tmp_path / "performance_summary.txt").read_text()
 
 
 @pytest.mark.parametrize(
     ("events", "said"),
     [
         (["start", "stop"], "stopped before its end (asked)"),
-        (["start", "stop", "resume"], "not finished"),
+        (
+            ["start", "stop", "resume"],
+            "interrupted (its process ended without a word: killed, or the machine went down)",
+        ),
+        (["start", "stop", "claim", "refused"], "refused (no such file)"),
         (["start", "stop", "resume", "stopped by an error"], "ended by an error (RuntimeError: <b>)"),
         (["start", "stopped by an error", "resume", "finish"], "finished (asked)"),
     ],
@@ -155,12 +167,92 @@ def test_how_a_run_ended_is_what_happened_last(tmp_path: Path, events: list[str]
         "stop": {"because": "asked"},
         "finish": {"because": "asked"},
         "stopped by an error": {"error": "RuntimeError: <b>"},
+        "refused": {"error": "no such file"},
     }
     rows = [{"event": kind, "step": 1, **why.get(kind, {})} for kind in events]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert write_report(tmp_path) == []
     assert (tmp_path / "performance_summary.txt").read_text().splitlines()[0].partition(": ")[2] == said
     assert f">{said.partition(' (')[0]} after" in (tmp_path / "report.html").read_text()
+
+
+def in_a_process(script: str, *arguments: object) -> str:
+    """Return what another process prints: a process does not see its own locks."""
+    done = warm_python.run(["-c", script, *map(str, arguments)])
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+LOOK = """
+import sys; from pathlib import Path
+from drivetrain.report import RunData, summary, write_report
+from drivetrain.report.page import live_figures
+data = RunData.read(Path(sys.argv[1]))
+assert write_report(Path(sys.argv[1])) == []
+print(live_figures(data)["about"])
+print(summary(data).splitlines()[0])
+print(data.account.goodput if data.account else None)
+"""
+
+CLAIM = """
+import sys; from pathlib import Path
+from drivetrain.core.run_folder import RunFolder
+try:
+    RunFolder.claim(Path(sys.argv[1]), 'given', {'name': 'job', 'num_steps': 5000})
+except Exception as error:
+    print(error)
+"""
+
+
+def test_a_run_that_goes_on_is_said_to(tmp_path: Path) -> None:
+    """By its lock, on this machine. Its page says when it was written; once the process is gone, it is interrupted."""
+    held = RunFolder.claim(tmp_path, "given", {"name": "job", "num_steps": 5000})
+    rows = [{"step": n, "epoch": 0, "samples": 8, "num_items": 8, "loss": 1.0, "seconds": 0.25} for n in range(1, 1001)]
+    (held.path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    validations = [{"step": n, "epoch": 0, "valid_loss": 1.0, "seconds": 25.0} for n in range(100, 1001, 100)]
+    (held.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in validations))
+    began = {"event": "start", "step": 0, **stamp()}
+    (held.path / "events.jsonl").write_text(json.dumps(began) + "\n")
+    live, told, goodput = in_a_process(LOOK, held.path).splitlines()
+    left = format_duration(4000 * (0.25 + 0.25))
+    assert live == f"running: step 1,000 of 5,000, about {left} left"
+    assert told.startswith("given (job): running, at 20")
+    assert float(goodput) > 0.9, "steps that no checkpoint holds yet are not lost"
+    page = (held.path / "report.html").read_text()
+    assert re.search(
+        rf">running when this page was written, 20\d\d-.* UTC: step 1,000 of 5,000, about {left} left<", page
+    )
+    assert "<title>given (job)</title>" in page
+    assert RunData.read(held.path).is_running, "this process sees it, too"
+    assert "in use by another run" in in_a_process(CLAIM, tmp_path), "nor has it lost its lock by looking"
+    held.close()
+    live, told, _ = in_a_process(LOOK, held.path).splitlines()
+    assert live.startswith("interrupted after 1,000 of 5,000 steps: its process ended without a word")
+    (held.path / "crash.json").write_text(json.dumps({"cause": "out of memory", "rank": 3, "headline": "too much"}))
+    assert "1,000 of 5,000 steps: out of memory on rank 3: too much" in in_a_process(LOOK, held.path).splitlines()[0]
+    with (held.path / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "resume", "step": 0, **stamp(), "time": "2099-01-01T00:00:00+00:00"}) + "\n")
+    assert "out of memory" not in in_a_process(LOOK, held.path), "that was the end of an earlier start"
+    assert "out of memory" not in state_of(held.path).cause
+
+
+def test_a_run_of_another_machine_shows_by_its_records(tmp_path: Path) -> None:
+    """A shared file system may not show the locks of other machines."""
+    row = {"step": 1, "epoch": 0, "samples": 8, "num_items": 8, "loss": 1.0, "seconds": 0.25}
+    (tmp_path / "steps.jsonl").write_text(json.dumps(row) + "\n")
+    for boot, age, how in (
+        ("another", 5, "running"),
+        ("another", 3600, "interrupted"),
+        (stamp()["boot"], 5, "interrupted"),
+    ):
+        (tmp_path / "events.jsonl").write_text(
+            json.dumps({"event": "start", "step": 0, **stamp(), "boot": boot}) + "\n"
+        )
+        for path in tmp_path.glob("*.jsonl"):
+            os.utime(path, (time.time() - age,) * 2)
+        assert ending_in_words(RunData.read(tmp_path))[0] == how, (boot, age)
+        state = state_of(tmp_path)
+        assert (state.state == "running") == (how == "running")
 
 
 @pytest.mark.parametrize("damage", [b"{not json}\n", b"\xff\xfe\n", b"\0\0\n", b"7\n"])

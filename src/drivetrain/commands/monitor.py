@@ -1,12 +1,10 @@
 """Commands that watch runs: `status` once, `monitor` live with the devices, from run folders alone."""
 
-import fcntl
 import getpass
 import hashlib
 import json
 import math
 import os
-import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,9 +21,8 @@ from rich.text import Text
 
 from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Positional, Resolved
-from drivetrain.core.aims import batch_sizes_of, recorded_batch, samples_between
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.goodput import Account, read_account
+from drivetrain.core.goodput import Account, is_running, read_account, read_crash, seconds_left
 from drivetrain.core.log import on_one_line, printable
 from drivetrain.core.run_folder import as_row, find_run, is_finished, read_job, read_yaml
 from drivetrain.core.value import format_duration
@@ -42,7 +39,6 @@ State = Literal["running", "finished", "stopped", "refused", "crashed", "unreada
 LAST_BYTES = 64 * 1024  # of a file of lines: enough for the last few hundred steps
 MANIFEST_START_BYTES = 2**20
 _SHARED = '"shared":'
-_LOCK_LAYOUT = "hhqqi"  # struct flock, as Linux has it on 64 bits: type, whence, start, length, pid
 COMMAND_STATUS = Command(
     summary="How runs stand: running, finished, stopped, refused or crashed and why; and jobs submitted to SLURM.",
     obeys=("run.output_dir",),
@@ -116,12 +112,7 @@ def _state_of(folder: Path) -> RunState:
     timed = [row for row in steps if row.get("seconds")]
     seconds = sum(row["seconds"] for row in timed)
     account = _account(folder, is_running=state == "running")
-    left = None
-    if state == "running" and num_steps is not None and timed:
-        left = (num_steps - step) * seconds / len(timed)
-        sizes = batch_sizes_of(recorded_batch(job.get("global_batch")))
-        if sizes:  # the steps to come take longer than those done, or less long
-            left = samples_between(sizes, step, num_steps) * seconds / sum(row["samples"] for row in timed)
+    left = seconds_left(job, steps, list(last_rows(folder / "metrics.jsonl"))) if state == "running" else None
     return RunState(
         name=str(job.get("name", folder.name)),
         folder=str(folder),
@@ -155,7 +146,7 @@ def _job(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, str]:
-    if _is_held(folder / ".lock"):
+    if is_running(folder, events):
         return "running", ""
     ends = [row for row in events if row.get("event") in ("finish", "stop")]
     if is_finished(folder):
@@ -167,7 +158,7 @@ def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, s
         return "refused", f"{last.get('error', '')}; remedy: {last.get('remedy', '')}"
     if last.get("event") == "stopped by an error" and str(last.get("error", "")).startswith("KeyboardInterrupt"):
         return "stopped", "Ctrl-C, at once; the same command goes on from the last checkpoint"
-    crash = _document(folder / "crash.json")
+    crash = read_crash(folder, events)
     if crash:
         where = f" on rank {crash['rank']}" if crash.get("rank") is not None else ""
         remedy = f"; remedy: {crash['remedy']}" if crash.get("remedy") else ""
@@ -191,22 +182,6 @@ def _missing_report(folder: Path) -> str:
     return f"its report is missing: `drivetrain report {folder}` writes it" if is_wanted else ""
 
 
-def _is_held(path: Path) -> bool:
-    """Return whether a run holds the folder's lock, without taking it: a run that starts now must not find it taken."""
-    try:
-        file = os.open(path, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        asked = struct.pack(_LOCK_LAYOUT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        held = struct.unpack(_LOCK_LAYOUT, fcntl.fcntl(file, fcntl.F_GETLK, asked))
-        return bool(held[0] != fcntl.F_UNLCK)
-    except OSError:
-        return False
-    finally:
-        os.close(file)
-
-
 def last_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the last rows. Half a line at either end is dropped."""
     try:
@@ -218,14 +193,6 @@ def last_rows(path: Path) -> Iterator[dict[str, Any]]:
         return
     lines = data.split(b"\n")[1 if start else 0 : -1]
     yield from filter(None, map(as_row, lines))
-
-
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _newest_checkpoint(folder: Path) -> tuple[int | None, str]:

@@ -21,6 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 from drivetrain.commands.monitor import MachineWatch, MonitorOptions
 from drivetrain.config import Resolved
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.run_folder import is_held
 from drivetrain.report import PICTURES, RunData, summary
 from drivetrain.report.page import live_figures, page, policy, sheet
 from drivetrain.report.page import text as in_html
@@ -105,7 +106,8 @@ class MonitorServer(ThreadingHTTPServer):
 
     def figures_of(self, identity: str, folder: Path) -> str:
         """Return the figures of a run's page as JSON: those of before where its records have not changed."""
-        state = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.glob("*.jsonl"))]
+        files = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.glob("*.jsonl"))]
+        state = (files, is_held(folder))  # a process that is killed writes nothing
         known = self._built.get(identity)
         if known is None or known[0] != state:
             known = (state, json.dumps(live_figures(RunData.read(folder)), allow_nan=False))

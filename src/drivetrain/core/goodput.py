@@ -5,12 +5,13 @@ appends to, and `attempts.jsonl`, which the supervisor does, who outlives the wo
 their machine; the wall clock only joins machines, and starts of a machine.
 """
 
+import json
 import os
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,7 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.run_folder import read_rows
+from drivetrain.core.aims import batch_sizes_of, recorded_batch, samples_between
+from drivetrain.core.run_folder import is_held, read_rows
 from drivetrain.core.value import format_duration
 
 BUCKETS = (
@@ -28,6 +30,8 @@ BUCKETS = (
 )  # fmt: skip
 ATTEMPTS = "attempts.jsonl"
 HANGS = frozenset(("timeout", "hang"))  # causes of failures during which nothing went on until it was noticed
+STARTS, ENDS = ("claim", "start", "resume"), ("finish", "stop", "stopped by an error", "refused")  # events of a run
+BEAT_SECONDS = 120.0  # a run of another machine, whose lock may not be seen here, has recorded something since then
 _OF_LOOP = ("step", "data_wait", "eval", "ckpt_block", "init", "other")
 _OFF = "off"
 Row = dict[str, Any]
@@ -185,6 +189,69 @@ def _last_write(folder: Path) -> float | None:
     with suppress(OSError):
         return (folder / "steps.jsonl").stat().st_mtime
     return None
+
+
+def is_running(folder: Path, events: Sequence[Row]) -> bool:
+    """Return whether a process works on a run: by its lock; on another machine, by what it recorded lately.
+
+    Args:
+        folder: The run's.
+        events: The last rows of its `events.jsonl`.
+    """
+    if is_held(folder):
+        return True
+    last = next((row for row in reversed(events) if row.get("event") in (*STARTS, *ENDS)), {})
+    boot = next((row["boot"] for row in reversed(events) if "boot" in row), _boot())
+    if last.get("event") in ENDS or boot == _boot():
+        return False
+    return time.time() - last_record(folder) < BEAT_SECONDS
+
+
+def read_crash(folder: Path, events: Sequence[Row]) -> Row:
+    """Return what `crash.json` says of the end of a run; nothing where the run was started again since then.
+
+    Args:
+        folder: The run's.
+        events: The last rows of its `events.jsonl`.
+    """
+    path = folder / "crash.json"
+    try:
+        found, written = json.loads(path.read_text(encoding="utf-8")), path.stat().st_mtime
+        starts = [datetime.fromisoformat(row["time"]) for row in events if row.get("event") in STARTS and "time" in row]
+    except (OSError, ValueError, TypeError):
+        return {}
+    is_old = bool(starts) and starts[-1].timestamp() > written
+    return found if isinstance(found, dict) and not is_old else {}
+
+
+def last_record(folder: Path) -> float:
+    """Return when the run in a folder last recorded something; 0 if it never did."""
+    found = 0.0
+    for path in folder.glob("*.jsonl"):
+        with suppress(OSError):
+            found = max(found, path.stat().st_mtime)
+    return found
+
+
+def seconds_left(job: Row, steps: Sequence[Row], metrics: Sequence[Row]) -> float | None:
+    """Return how long a run takes to its last step if it goes on as in its last steps; None where that is not known.
+
+    Args:
+        job: Its job.
+        steps: The last rows of `steps.jsonl`.
+        metrics: Those of `metrics.jsonl`: validations take time as well.
+    """
+    timed = [row for row in steps if row.get("seconds")]
+    num_steps = job.get("num_steps")
+    if num_steps is None or not timed:
+        return None
+    first, last = timed[0]["step"], timed[-1]["step"]
+    seconds = sum(row["seconds"] for row in timed)
+    seconds += sum(row.get("seconds") or 0.0 for row in metrics if first <= row.get("step", -1) <= last)
+    sizes = batch_sizes_of(recorded_batch(job.get("global_batch")))
+    if sizes:  # the steps to come take longer than those done, or less long
+        return float(samples_between(sizes, last, num_steps) * seconds / sum(row["samples"] for row in timed))
+    return float(max(0, num_steps - last) * seconds / len(timed))
 
 
 class _Book:

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import struct
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from drivetrain.core.errors import DrivetrainError
 LONGEST_NAME_BYTES = 200  # file systems take 255, and a number may follow
 ALLOWED_NAMES = f"text of up to {LONGEST_NAME_BYTES} bytes without slashes and control characters, other than . and .."
 _JOB, _LOCK, _FINISHED, _STEPS = "job.yaml", ".lock", "finished.json", "steps.jsonl"
+_LOCK_LAYOUT = "hhqqi"  # struct flock, as Linux has it on 64 bits: type, whence, start, length, pid
 _OF_A_START = (
     "events.jsonl",
     "crash.json",
@@ -378,6 +380,28 @@ def _lock(path: Path) -> int:
             f"{path} is in use by another run", remedy="wait for it, stop it, or choose another --name"
         ) from None
     return lock
+
+
+def is_held(path: Path) -> bool:
+    """Return whether a process works on the run in a folder, by its lock.
+
+    The lock is not taken: a run that starts now must not find it taken.
+    """
+    own = _HELD.get((os.getpid(), path.resolve()))
+    if own is not None and own._lock >= 0:
+        return True  # and closing another file of this lock would free it
+    try:
+        file = os.open(path / _LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        asked = struct.pack(_LOCK_LAYOUT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        found = struct.unpack(_LOCK_LAYOUT, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        return bool(found[0] != fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
 
 
 def _move_aside(path: Path) -> Path | None:

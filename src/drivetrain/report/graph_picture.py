@@ -148,7 +148,7 @@ def draw_knowledge(data: RunData, epoch: int | None = None) -> bytes | None:
     name, layer = next(iter(found["layers"].items()))
     graph = KnowledgeGraph.from_json(layer["graph"])
     words = f"step {found['step']:,}   ·   {_layer(name)}"
-    return draw_graph(graph, found["step"], f"{data.name}: what the experts know", words)
+    return draw_graph(graph, found["step"], f"{data.title}: what the experts know", words)
 
 
 def draw_places(data: RunData) -> bytes | None:
@@ -158,7 +158,7 @@ def draw_places(data: RunData) -> bytes | None:
     if len(layer["capabilities"]) < 2:
         return None
     words = f"step {found['step']:,}   ·   {_layer(name)}"
-    return draw_placement(layer, f"{data.name}: who lives with whom", words)
+    return draw_placement(layer, f"{data.title}: who lives with whom", words)
 
 
 def knowledge_of(data: RunData, epoch: int | None = None) -> Row:

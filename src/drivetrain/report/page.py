@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,12 @@ def page(data: RunData, summary: str, pictures: Mapping[str, str], *, live: bool
         live: Whether a server shows it while the run goes on: the page then asks for `figures.json` below it.
     """
     below = "\n".join(_sections(data, summary, pictures, live=live))
-    return document(data.name, _figures(data), "\n".join(_header(data, live=live)), below, live=live)
+    return document(data.title, _figures(data), "\n".join(_header(data, live=live)), below, live=live)
 
 
 def live_figures(data: RunData) -> dict[str, Any]:
     """Return what changes on the page of a run while it goes on, for the page's own script."""
-    return {**_figures(data), "about": _about(data), "headline": list(_headline(data))}
+    return {**_figures(data), "about": _about(data, live=True), "headline": list(_headline(data))}
 
 
 def document(name: str, figures: Mapping[str, Any], above: str, below: str, *, live: bool = False) -> str:
@@ -127,16 +128,22 @@ def _figures(data: RunData) -> dict[str, Any]:
 # Above the curves
 
 
-def _about(data: RunData) -> str:
+def _about(data: RunData, *, live: bool) -> str:
     how, why = ending_in_words(data)
-    steps = data.steps[-1]["step"] if data.steps else 0
+    steps, whole = data.steps[-1]["step"] if data.steps else 0, data.job.get("num_steps")
+    of = f" of {whole:,}" if isinstance(whole, int) and how != "finished" else ""
     on = f", on {device_in_words(data)}" if data.plan else ""
-    return f"{how} after {steps:,} step{'' if steps == 1 else 's'}{on}" + (f": {why}" if why else "")
+    if how == "running":
+        when = "" if live else f" when this page was written, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+        left = "" if data.seconds_left is None else f", about {format_duration(data.seconds_left)} left"
+        return f"running{when}: " + (f"step {steps:,}{of}{left}" if steps else "before its first step") + on
+    noun = "step" if steps == 1 and not of else "steps"
+    return f"{how} after {steps:,}{of} {noun}{on}" + (f": {why}" if why else "")
 
 
 def _header(data: RunData, *, live: bool) -> Iterator[str]:
     back = '<p class="about"><a href="/">All runs</a></p>' if live else ""
-    yield f'<header><h1>{text(data.name)}</h1><p class="about" id="about">{text(_about(data))}</p>{back}'
+    yield f'<header><h1>{text(data.title)}</h1><p class="about" id="about">{text(_about(data, live=live))}</p>{back}'
     yield f"{cards(_headline(data))}</header>"
 
 

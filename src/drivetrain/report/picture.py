@@ -94,7 +94,7 @@ def draw(data: RunData) -> bytes:
         axes = drawn.figure.subplots(num_rows, 3, squeeze=False)
         edges = {"left": 0.055, "right": 0.985, "top": 1 - 0.966 / height, "bottom": 0.575 / height}
         drawn.figure.subplots_adjust(**edges, wspace=0.2, hspace=0.3)
-        drawn.head(data.name, _subtitle(data))
+        drawn.head(data.title, _subtitle(data))
         _draw_loss(axes[0][0], data)
         _draw_metrics(axes[0][1], data)
         _draw_time(axes[0][2], data)
@@ -344,7 +344,7 @@ def draw_activations(data: RunData) -> bytes | None:
         drawn.figure.subplots_adjust(left=0.055, right=0.975, wspace=0.21, **edges)
         count = sum(1 for tokens in loads[-1]["loads"].values() if tokens)
         parts = [f"{count} experts at work at the end", _layer_in_words(layer), ceiling_in_words(loads)]
-        drawn.head(f"{data.name}: who works", "   ·   ".join(filter(None, parts)))
+        drawn.head(f"{data.title}: who works", "   ·   ".join(filter(None, parts)))
         _draw_shares(axes[0], loads, [night["step"] for night in data.told("sleep")], least_gap=_LINE / inside)
         if nights:
             _draw_classes(axes[1], serves, nights[-1]["step"], inside)
@@ -368,7 +368,7 @@ def draw_lifecycle(data: RunData) -> bytes | None:
         parts = [words or "no expert came or went"]
         if nights:
             parts.append(f"{len(nights)} sleeps, {asleep:.1f} s in all")
-        drawn.head(f"{data.name}: who came and went", "   ·   ".join(parts))
+        drawn.head(f"{data.title}: who came and went", "   ·   ".join(parts))
         _draw_number(axes[0], data, loads, events, nights)
         if nights:
             _draw_nights(axes[1], nights)
@@ -392,7 +392,7 @@ def draw_devices(data: RunData) -> bytes | None:
         height = drawn.figure.get_figheight()
         drawn.figure.subplots_adjust(left=0.13, right=0.97, top=1 - 0.85 / height, bottom=0.55 / height)
         subtitle = f"{len(ranks)} devices   ·   step {last['step']:,}"
-        drawn.head(f"{data.name}: where experts live", subtitle, left=0.03)
+        drawn.head(f"{data.title}: where experts live", subtitle, left=0.03)
         _draw_places(axis, data, last, ranks)
         return drawn.png()
 

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -12,10 +13,20 @@ from typing import Any
 import yaml
 
 from drivetrain.core.aims import Aim
-from drivetrain.core.goodput import ATTEMPTS, NAMES, Account, read_account
+from drivetrain.core.goodput import (
+    ATTEMPTS,
+    ENDS,
+    NAMES,
+    STARTS,
+    Account,
+    is_running,
+    read_account,
+    read_crash,
+    seconds_left,
+)
 from drivetrain.core.log import printable
 from drivetrain.core.metrics import RESERVED_NAMES
-from drivetrain.core.run_folder import read_rows, read_yaml
+from drivetrain.core.run_folder import is_finished, read_rows, read_yaml
 from drivetrain.core.value import format_metric
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -24,6 +35,7 @@ from drivetrain.core.value import format_metric
 Row = dict[str, Any]
 _OF_NUMBERS = frozenset({int, float, bool})
 NUMBERS_OF_A_STEP = ("step", "epoch", "samples", "num_items", "loss", "seconds")
+LAST_STEPS = 500  # by which the time left is judged
 TESTED = "weights_of_step"  # in rows of metrics.jsonl that are of the test after the last step
 
 
@@ -61,13 +73,17 @@ class RunData:
     source: Row = field(default_factory=dict)  # where its job comes from
     damage: tuple[str, ...] = ()  # what could not be read and is left out
     account: Account | None = None  # of its time
+    is_running: bool = False  # a process works on it
+    crash: Row = field(default_factory=dict)  # of the supervisor: what ended the job
 
     @classmethod
     def read(cls, folder: Path) -> "RunData":
         damage = list[str]()
-        metrics = _lines(folder / "metrics.jsonl", damage)
+        metrics, events = _lines(folder / "metrics.jsonl", damage), _lines(folder / "events.jsonl", damage)
+        last = next((row["event"] for row in reversed(events) if row.get("event") in (*STARTS, *ENDS)), "")
+        goes_on = last not in ENDS and is_running(folder, events)  # the run itself writes its report after its end
         try:
-            account = read_account(folder)
+            account = read_account(folder, is_running=goes_on)
         except (ValueError, LookupError, TypeError):
             account = None
             damage.append("the account of the time cannot be read and is left out")
@@ -81,16 +97,30 @@ class RunData:
             tests=[row for row in metrics if TESTED in row],
             speed=_lines(folder / "speed.jsonl", damage),
             devices=_lines(folder / "gpu.jsonl", damage),
-            events=_lines(folder / "events.jsonl", damage),
+            events=events,
             attempts=_lines(folder / ATTEMPTS, damage),
             source=_yaml(folder / "source.json", damage),
             damage=tuple(damage),
             account=account,
+            is_running=goes_on,
+            crash=read_crash(folder, events),
         )
 
     @property
     def name(self) -> str:
-        return str(self.job.get("name", self.folder.name))
+        """The name of the run's folder, which `--name` gives."""
+        return self.folder.resolve().name
+
+    @property
+    def title(self) -> str:
+        """The name of the run, and that of its job where it is another."""
+        job = str(self.job.get("name") or self.name)
+        return self.name if job == self.name else f"{self.name} ({job})"
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The time that a run which goes on will take; None where it is not known."""
+        return seconds_left(self.job, self.steps[-LAST_STEPS:], self.metrics) if self.is_running else None
 
     @cached_property
     def epochs(self) -> list[Epoch]:
@@ -283,7 +313,8 @@ def _line(label: str, words: object) -> str:
 def _how(data: RunData) -> Iterator[str]:
     end, plan = data.event("finish", "stop"), data.plan
     how, why = ending_in_words(data)
-    yield f"{data.name}: {how}" + (f" ({why})" if why else "")
+    at = f", at {datetime.now(UTC):%Y-%m-%d %H:%M} UTC" if how == "running" else ""
+    yield f"{data.title}: {how}{at}" + (f" ({why})" if why else "")
     yield ""
     if plan:
         yield _line("processes", f"{plan['world_size']} ({plan['strategy']})")
@@ -301,13 +332,22 @@ def _how(data: RunData) -> Iterator[str]:
 
 def ending_in_words(data: RunData) -> tuple[str, str]:
     """Return how a run ended, and why, if that is known. Of one that goes on, what happened before is not its end."""
-    last = data.event("finish", "stop", "stopped by an error", "start", "resume")
-    if last.get("event") == "stopped by an error":
-        error = str(last.get("error", ""))
-        by_hand = error.startswith("KeyboardInterrupt")
-        return ("stopped before its end", "Ctrl-C, at once") if by_hand else ("ended by an error", error)
-    how = {"finish": "finished", "stop": "stopped before its end"}.get(str(last.get("event")), "not finished")
-    return how, str(last.get("because") or "") if how != "not finished" else ""
+    last = data.event(*ENDS, *STARTS)
+    kind, error = last.get("event"), str(last.get("error", ""))
+    if kind == "stopped by an error" and error.startswith("KeyboardInterrupt"):
+        return "stopped before its end", "Ctrl-C, at once"
+    if kind in ("stopped by an error", "refused"):
+        return ("refused" if kind == "refused" else "ended by an error"), error
+    if kind in ("finish", "stop"):
+        return ("finished" if kind == "finish" else "stopped before its end"), str(last.get("because") or "")
+    if data.is_running:
+        return "running", ""
+    if data.crash:
+        where = f" on rank {data.crash['rank']}" if data.crash.get("rank") is not None else ""
+        return "interrupted", f"{data.crash.get('cause', 'unknown')}{where}: {data.crash.get('headline', '')}"
+    if kind is None:  # its events are lost, or it has none
+        return ("finished" if is_finished(data.folder) else "not finished" if data.steps else "not begun"), ""
+    return "interrupted", "its process ended without a word: killed, or the machine went down"
 
 
 def device_in_words(data: RunData) -> str:
