@@ -1,5 +1,6 @@
 """The command line as a user meets it: `main(argv)`, exit code, what is printed."""
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -367,11 +368,15 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert done.stdout.startswith("run:")
 
 
-def test_a_line_stands_there_before_pytorch_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_stands_there_before_pytorch_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = FirstLine("drivetrain eval")
     sys.meta_path.insert(0, first)
     first.find_spec("json", None)
-    assert capsys.readouterr().err == ""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert importlib.util.find_spec("torch") is not None
+    assert capsys.readouterr().err == "", "it was looked for, not loaded"
     first.find_spec("torch", None)
     assert capsys.readouterr().err == "drivetrain eval: loading PyTorch …\n"
     assert first not in sys.meta_path
