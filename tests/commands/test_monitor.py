@@ -1,18 +1,26 @@
 """`drivetrain monitor`: what it shows of good, dead and damaged runs; its server under attack, and in a browser."""
 
+import fcntl
 import http.client
 import json
 import os
+import pty
 import re
+import signal
 import socket
+import struct
 import subprocess
+import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from drivetrain.cli import main
@@ -77,6 +85,118 @@ def test_the_screen_fits(tmp_path: Path, width: int) -> None:
     few = shown(found, width, height=14)
     assert len(few.splitlines()) <= 14
     assert "1 more" in " ".join(few.split())
+
+
+LONG = "a-very-long-name-" + "x" * 100 + "-its-end"
+WIDE = "長い名前の実験" * 8
+
+
+@pytest.mark.parametrize("width", [30, 80, 120])
+def test_long_and_wide_names_fit(tmp_path: Path, width: int) -> None:
+    """Of a long name the beginning and the end are shown, figures stay whole, and what is continued is indented."""
+    for name in (LONG, WIDE, "short"):
+        made(tmp_path / name, job={"name": "töne"}).close()
+    found = seen(tmp_path)
+    for row in found["runs"]:
+        row |= {"state": "running", "seconds_left": 0.117, "goodput": 0.5, "metrics": {"valid_cents": 241.8}}
+        row["cause"] = "its process ended without a word: killed, or the machine went down; the same command goes on"
+    text = shown(found, width)
+    lines = text.splitlines()
+    assert max(map(cell_len, lines)) <= width
+    assert sum(line.startswith("a-very-long") and line.endswith("-its-end (töne)  running") for line in lines) == (
+        1 if width > 30 else 0
+    )
+    for whole in ("step 10 of 100", "cents 241.8", "16 samples/s", "goodput 50%", "checkpoint 8", "ETA 1 s"):
+        assert sum(whole in line for line in lines) == 3, whole
+    blocks = text.split("\n\n")[1:]
+    assert all(line.startswith("  ") for block in blocks for line in block.splitlines()[1:])
+    for height in range(5, 60, 3):
+        assert len(shown(found, width, height).splitlines()) <= height, height
+
+
+def test_runs_keep_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that go on by their names, those of the output folder first; the others after them, the latest first."""
+    monkeypatch.setattr(monitor, "running_folders", lambda: [elsewhere.path])
+    elsewhere = made(tmp_path / "elsewhere" / "aaa")
+    runs = [made(tmp_path / "runs" / name) for name in ("c", "a", "b")]
+    for name in ("old", "older"):
+        made(tmp_path / "runs" / name).close()
+    os.utime(tmp_path / "runs" / "older" / "job.yaml", (1, 1))
+    os.utime(tmp_path / "runs" / "older" / "steps.jsonl", (1, 1))
+    watch = MachineWatch(tmp_path / "runs")
+    for newest in ("a", "b", "c"):
+        os.utime(tmp_path / "runs" / newest / "steps.jsonl")
+        assert [Path(row["folder"]).name for row in watch.look()["runs"]] == ["a", "b", "c", "aaa", "old", "older"]
+    for run in (elsewhere, *runs):
+        run.close()
+
+
+class Terminal:
+    """`drivetrain monitor` on a terminal of its own."""
+
+    def __init__(self, run: Path, rows: int = 24, columns: int = 80) -> None:
+        self.outer, self.inner = pty.openpty()
+        self.resize(rows, columns)
+        self.before = termios.tcgetattr(self.inner)
+        command = [sys.executable, "-m", "drivetrain", "monitor", str(run), "--every", "0.2"]
+        streams = {"stdin": self.inner, "stdout": self.inner, "stderr": self.inner}
+        env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        self.process = subprocess.Popen(command, **streams, env=env | {"TERM": "xterm"}, start_new_session=True)
+        self.text = ""
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.outer, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def until(self, words: str) -> str:
+        """Read until some words are shown, and return what came since the last call."""
+        while words not in self.text:
+            self.text += os.read(self.outer, 65536).decode(errors="replace")
+        found, self.text = self.text, ""
+        return found
+
+    def rest(self) -> str:
+        """Return all that is shown until it ends; its terminal must be as it was."""
+        self.process.wait(timeout=240)
+        os.set_blocking(self.outer, False)
+        with suppress(OSError):
+            while data := os.read(self.outer, 65536):
+                self.text += data.decode(errors="replace")
+        assert termios.tcgetattr(self.inner) == self.before
+        os.close(self.outer)
+        os.close(self.inner)
+        return self.text
+
+
+@pytest.mark.parametrize("how", ["q", "Ctrl-C", "SIGTERM"])
+def test_the_terminal_is_left_as_it_was(tmp_path: Path, how: str) -> None:
+    made(tmp_path / "mine").close()
+    terminal = Terminal(tmp_path / "mine")
+    terminal.until("checkpoint 8")
+    os.write(terminal.outer, b"typed\n\n")
+    shown = terminal.until("checkpoint 8")
+    assert "typed" not in shown, "what is typed does not disturb the screen"
+    if how == "q":
+        os.write(terminal.outer, b"q")
+    else:
+        terminal.process.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
+    text = terminal.rest()
+    assert "Traceback" not in text
+    assert terminal.process.returncode == (143 if how == "SIGTERM" else 0)
+    _, left, after = text.rpartition("\x1b[?1049l")
+    assert left, "the screen of before is back"
+    assert "\x1b[?25h" in text, "and its cursor"
+    if how != "SIGTERM":
+        assert "checkpoint 8" in after, "what was seen last stays"
+
+
+def test_a_terminal_that_changes_its_size_is_filled_again(tmp_path: Path) -> None:
+    made(tmp_path / LONG).close()
+    terminal = Terminal(tmp_path / LONG, rows=10, columns=40)
+    assert "-its-end" in terminal.until("checkpoint 8")
+    terminal.resize(20, 200)
+    terminal.until(LONG)
+    os.write(terminal.outer, b"q")
+    terminal.rest()
 
 
 def test_damaged_and_closed_runs_hide_no_other(tmp_path: Path) -> None:

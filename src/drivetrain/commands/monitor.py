@@ -5,9 +5,14 @@ import hashlib
 import json
 import math
 import os
+import select
+import signal
+import sys
+import termios
 import time
+import tty
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +20,8 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len, chop_cells, set_cell_size
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -311,6 +317,8 @@ EXAMPLES_MONITOR = (
     "drivetrain monitor --web               in a browser on this machine, with every run's report",
     "drivetrain monitor --web --port 8123   the same over SSH: ssh -L 8123:127.0.0.1:8123 HOST",
 )
+PIPE_COLUMNS = 10_000  # lines of a pipe are searched, not read on a screen: they are not continued below
+RESIZE_SECONDS = 0.2  # between looks at the size of the terminal
 STALE_SECONDS = 60.0  # of a run that goes on: no step was recorded for so long
 MOST_LOSSES = 120  # of a small curve
 STYLES = {"running": "green", "finished": "blue", "stopped": "yellow", "refused": "yellow", "crashed": "red"}
@@ -337,14 +345,70 @@ def run_monitor(options: MonitorOptions, resolved: Resolved) -> int | None:
         return 0
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.print(screen(watch.look(), console.width, None), soft_wrap=True)
+        console.print(screen(watch.look(), PIPE_COLUMNS, None), soft_wrap=True)
         return 0
-    with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            live.update(screen(watch.look(), console.width, console.height), refresh=True)
-            time.sleep(options.every)
-    console.print(screen(watch.look(), console.width, None))  # what is known stays on the screen
+    return _watch_live(watch, console, options.every)
+
+
+def _watch_live(watch: "MachineWatch", console: Console, every: float) -> int:
+    """Show what there is until q or Ctrl-C. The terminal is left as it was, with what was seen last."""
+    seen = dict[str, Any]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with (
+            suppress(KeyboardInterrupt),
+            _keys() as keys,
+            Live(console=console, screen=True, auto_refresh=False) as live,
+        ):
+            is_over = False
+            while not is_over:
+                seen, size = watch.look(), None
+                until = time.monotonic() + every
+                while not is_over and (size is None or time.monotonic() < until):
+                    if console.size != size:
+                        size = console.size
+                        live.update(screen(seen, size.width, size.height), refresh=True)
+                    is_over = b"q" in keys.read(max(0.0, min(RESIZE_SECONDS, until - time.monotonic())))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if seen:
+        console.print(screen(seen, console.width, console.height))
     return 0
+
+
+class _Keys:
+    """What is typed, where somebody can type."""
+
+    def __init__(self, file: int | None) -> None:
+        self._file = file
+
+    def read(self, seconds: float) -> bytes:
+        """Wait for a key, at most so long, and return what was typed."""
+        if self._file is None:
+            time.sleep(seconds)
+            return b""
+        ready = select.select([self._file], [], [], seconds)[0]
+        found = os.read(self._file, 1024) if ready else b""
+        if ready and not found:
+            self._file = None  # the terminal is gone
+        return found
+
+
+@contextmanager
+def _keys() -> Iterator[_Keys]:
+    """Take keys one by one, without showing them: they would stand in the middle of the screen."""
+    try:
+        file = sys.stdin.fileno()
+        before = termios.tcgetattr(file)
+        tty.setcbreak(file, termios.TCSANOW)
+    except (OSError, ValueError, AttributeError, termios.error):  # no terminal to type into
+        yield _Keys(None)
+        return
+    try:
+        yield _Keys(file)
+    finally:
+        with suppress(OSError, termios.error):
+            termios.tcsetattr(file, termios.TCSANOW, before)
 
 
 class MachineWatch:
@@ -366,7 +430,7 @@ class MachineWatch:
     def look(self) -> dict[str, Any]:
         """Return everything that is shown, as plain values: the runs that go on first, then the latest."""
         runs = [described(asdict(each)) for each in self._states()]
-        runs.sort(key=lambda row: (row["state"] != "running", -(row["changed"] or 0)))
+        runs.sort(key=self._place)
         devices = [{"device": name, "name": self._gpus.get(name, ""), **row} for name, row in self._nvml.read().items()]
         host = {"device": "host", "name": os.uname().nodename, **self._host.read()}
         for name in ("process_memory_gib", "process_cpu_percent"):  # of the monitor itself
@@ -379,6 +443,13 @@ class MachineWatch:
             "note": self._nvml.missing,
         }
         return dict(_plain(seen))
+
+    def _place(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return what orders the runs. Those that go on keep their places: each changes all the time."""
+        if row["state"] != "running":
+            return (1, -(row["changed"] or 0), row["folder"])
+        is_elsewhere = os.path.realpath(Path(row["folder"]).parent) != os.path.realpath(self._output_dir)
+        return (0, is_elsewhere, row["folder"])
 
     def _states(self) -> Iterator[Any]:
         if self._run is not None:
@@ -424,6 +495,7 @@ def described(row: dict[str, Any]) -> dict[str, Any]:
         "title": folder.name if row["name"] == folder.name else f"{folder.name} ({row['name']})",
         "changed": changed or None,
         "idle_seconds": age if row["state"] == "running" and age is not None and age > STALE_SECONDS else None,
+        "has_diverged": isinstance(row["loss"], float) and not math.isfinite(row["loss"]),
         "losses": [[each.get("step"), each["loss"]] for each in losses],
         "metrics": metrics,
         "devices": list(newest.values()) if row["state"] == "running" else [],
@@ -451,52 +523,70 @@ def screen(seen: Mapping[str, Any], width: int, height: int | None) -> Renderabl
 
     Args:
         seen: What `MachineWatch.look` returned.
-        width: Columns. A line that is longer is continued below.
+        width: Columns. What is longer is continued below; of a long name the beginning and the end are shown.
         height: Lines; None: all runs are shown.
     """
-    heading = Text(f"drivetrain monitor  {seen['time'][11:19]} UTC  {getpass.getuser()}", "bold", overflow="ellipsis")
-    parts = [heading, *(device_line(row, width) for row in seen["devices"])]
+    heading = f"drivetrain monitor  {seen['time'][11:19]} UTC  {getpass.getuser()}"
+    lines = [Text(_shortened(heading, width), "bold"), *(device_line(row, width) for row in seen["devices"])]
     if seen["note"]:
-        parts.append(Text(seen["note"], "yellow"))
-    blocks = [run_block(row, width) for row in seen["runs"]]
-    if not blocks:
-        parts.append(Text(f"no runs below {printable(seen['output_dir'])}; `drivetrain train digits` makes one"))
-    room = math.inf if height is None else height - 2 - sum(_lines(part, width) for part in parts)
-    for number, block in enumerate(blocks):
-        room -= _lines(block, width) + 1
-        if room < 0:
-            parts.append(Text(f"… {len(blocks) - number} more; `drivetrain status` lists all of them", "dim"))
+        lines += [Text(line, "yellow") for line in _wrapped(seen["note"].split(" "), " ", width)]
+    if not seen["runs"]:
+        none = f"no runs below {on_one_line(seen['output_dir'])}; `drivetrain train digits` makes one"
+        lines += [Text(line) for line in _wrapped(none.split(" "), " ", width)]
+    most = math.inf if height is None else height - 1
+    for number, row in enumerate(seen["runs"]):
+        block = [Text(""), *run_block(row, width)]
+        num_left = len(seen["runs"]) - number
+        if len(lines) + len(block) + (num_left > 1) > most:
+            room = max(0, int(most) - len(lines) - 1) if number == 0 else 0  # some of one run, rather than none
+            more = _wrapped([f"… {num_left} more;", "`drivetrain monitor | less` shows all of them"], " ", width)
+            lines += [*block[:room], Text(more[0].rstrip(";") if len(more) > 1 else more[0], "dim")]
             break
-        parts += [Text(""), block]
-    return Group(*parts)
+        lines += block
+    return Text("\n").join(lines if height is None else lines[:height])
 
 
-def _lines(text: Text, width: int) -> int:
-    return sum(max(1, math.ceil(len(line) / max(width, 1))) for line in text.plain.split("\n"))
+def _shortened(words: str, width: int) -> str:
+    """Return a text in one line: of a longer one its beginning and its end."""
+    if cell_len(words) <= width:
+        return words
+    room = max(0, width - 1)
+    end = words[len(words) - room // 2 :]
+    while cell_len(end) > room // 2:
+        end = end[1:]
+    return f"{set_cell_size(words, room - cell_len(end)).rstrip()}…{end}"
 
 
-def run_block(row: Mapping[str, Any], width: int) -> Text:
-    """Return a run: its name and state, a bar while it goes on, its figures, and what happened to it."""
-    style = STYLES.get(row["state"], "magenta")
-    text = Text()
-    text.append(on_one_line(row["title"]), "bold")
-    text.append(f"  {row['state']}", style)
+def _wrapped(parts: Sequence[str], gap: str, width: int) -> list[str]:
+    """Return parts in lines; none is divided unless it is wider than a line."""
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]}{gap}{part}" if lines[-1] else part
+        if cell_len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines += chop_cells(part, max(2, width))
+    return [line for line in lines if line]
+
+
+def run_block(row: Mapping[str, Any], width: int) -> list[Text]:
+    """Return the lines of a run: its name and state, a bar while it goes on, its figures, and what happened to it."""
+    style, room = STYLES.get(row["state"], "magenta"), max(1, width - 2)
+    name = _shortened(on_one_line(row["title"]), max(8, width - len(row["state"]) - 2))
+    lines = [Text.assemble((name, "bold"), (f"  {row['state']}", style))]
     step, whole = row["step"], row["num_steps"]
     if whole and row["state"] == "running":
         share = min(1.0, step / whole)
         cells = max(4, min(24, width - 24))
-        text.append(f"\n  {_FULL * round(share * cells)}{_EMPTY * (cells - round(share * cells))} {share:.0%}", style)
-        if row["seconds_left"] is not None:
-            text.append(f"  ETA {format_duration(row['seconds_left'])}")
-    text.append(f"\n  {'  '.join(_facts(row))}")
+        bar = f"  {_FULL * round(share * cells)}{_EMPTY * (cells - round(share * cells))} {share:.0%}"
+        left = "" if row["seconds_left"] is None else f"  ETA {format_duration(max(1, round(row['seconds_left'])))}"
+        lines.append(Text.assemble((bar, style), left))
+    lines += [Text(f"  {line}") for line in _wrapped(_facts(row), "  ", room)]
     for words in (row["cause"], row["failures"] and f"interruptions {row['failures']}", _idle(row)):
-        if words:
-            text.append(f"\n  {printable(words)}", "yellow")
-    for device in row["devices"]:
-        text.append(f"\n  {device_line(device, width).plain}", "dim")
-    if row["folder"]:
-        text.append(f"\n  {on_one_line(row['folder'])}", "dim")
-    return text
+        told = " ".join(printable(words).split()) if words else ""
+        lines += [Text(f"  {line}", "yellow") for line in _wrapped(told.split(" "), " ", room)]
+    lines += [Text(f"  {device_line(device, width).plain}", "dim") for device in row["devices"]]
+    return [*lines, Text(f"  {_shortened(on_one_line(row['folder']), room)}", "dim")]
 
 
 def _facts(row: Mapping[str, Any]) -> list[str]:
@@ -504,8 +594,9 @@ def _facts(row: Mapping[str, Any]) -> list[str]:
     facts = [f"step {row['step']:,}{of}"]
     facts += [] if row["epoch"] is None else [f"epoch {row['epoch'] + 1}"]
     facts += [] if row["loss"] is None else [f"loss {row['loss']:.4g}"]
+    facts += ["loss not finite"] if row["has_diverged"] else []
     facts += [
-        f"{printable(name.removeprefix('valid_').replace('_', ' '))} {value:.4g}"
+        f"{on_one_line(name.removeprefix('valid_').replace('_', ' '))} {value:.4g}"
         for name, value in row["metrics"].items()
         if name != "valid_loss" and isinstance(value, (int, float))
     ][:2]

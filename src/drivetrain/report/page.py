@@ -135,7 +135,7 @@ def _about(data: RunData, *, live: bool) -> str:
     on = f", on {device_in_words(data)}" if data.plan else ""
     if how == "running":
         when = "" if live else f" when this page was written, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-        left = "" if data.seconds_left is None else f", about {format_duration(data.seconds_left)} left"
+        left = "" if data.seconds_left is None else f", about {format_duration(max(1, round(data.seconds_left)))} left"
         return f"running{when}: " + (f"step {steps:,}{of}{left}" if steps else "before its first step") + on
     noun = "step" if steps == 1 and not of else "steps"
     return f"{how} after {steps:,}{of} {noun}{on}" + (f": {why}" if why else "")

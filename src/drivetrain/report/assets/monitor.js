@@ -74,6 +74,7 @@
     fact("step", run.step.toLocaleString("en") + (run.num_steps ? ` of ${run.num_steps.toLocaleString("en")}` : ""), row);
     if (isNumber(run.epoch)) fact("epoch", String(run.epoch + 1), row);
     if (isNumber(run.loss)) fact("loss", short(run.loss), row);
+    if (run.has_diverged) fact("loss", "not finite", row);
     for (const [name, value] of Object.entries(run.metrics)) {
       if (name !== "valid_loss" && isNumber(value)) fact(name.replace(/^valid_/, "").replaceAll("_", " "), short(value), row);
     }
