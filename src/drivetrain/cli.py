@@ -97,7 +97,7 @@ class FirstLine(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         """Print the line if this is PyTorch; the other finders do the rest."""
-        # Whoever asks where PyTorch is, as for its version, does not load it.
+        # Code that looks up where PyTorch is, as for its version, does not load it.
         if fullname == "torch" and sys._getframe(2).f_globals.get("__name__") != "importlib.util":
             sys.meta_path.remove(self)
             print(f"{self._command}: loading PyTorch …", file=sys.stderr, flush=True)
