@@ -98,3 +98,34 @@ def test_a_counter_that_no_checkpoint_holds_is_told(tmp_path: Path, capsys: pyte
     assert told[0].startswith("  model      num_forwards changes with every step, and is not in model.state_dict()")
     train(tmp_path / "buffer", Registered())
     assert "changes with every step" not in capsys.readouterr().out
+
+
+class Clearing(torch.optim.SGD):
+    """Counts how often its gradients are cleared, as one does that keeps something of them."""
+
+    num_cleared = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.num_cleared += 1
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("by_class", [True, False])
+def test_an_optimizer_that_clears_gradients_its_own_way_is_asked_to(tmp_path: Path, by_class: bool) -> None:
+    made: list[Any] = []
+
+    def optimizer(groups: Any) -> torch.optim.Optimizer:
+        found: Any = (Clearing if by_class else torch.optim.SGD)(groups, lr=0.01)
+        if not by_class:
+            found.num_cleared = 0
+
+            def zero_grad(set_to_none: bool = True) -> None:
+                found.num_cleared += 1
+                torch.optim.SGD.zero_grad(found, set_to_none)
+
+            found.zero_grad = zero_grad
+        made.append(found)
+        return found
+
+    train(tmp_path, Model(), optimizer=optimizer)
+    assert made[-1].num_cleared >= 6, "once for each step"
