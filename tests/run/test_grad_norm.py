@@ -96,6 +96,17 @@ def test_it_costs_at_most_a_hundredth(monkeypatch: pytest.MonkeyPatch, norm: flo
         assert all(number % every == 0 for number in due)
 
 
+def test_a_busy_machine_does_not_make_it_look_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others take the core from most steps, and hardly ever from a norm, which is so much shorter."""
+    found, _ = cadence(monkeypatch, 4.5e-4, [])
+    now = 0.0
+    monkeypatch.setattr(periodic.time, "perf_counter", lambda: now)
+    for step in range(5, 5 + LAST + 1):
+        found.begin(step)
+        now += (0.01 if step % 4 == 0 else 0.1) + 4.5e-4
+    assert found.every == 5
+
+
 def test_a_captured_step_is_decided_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     for step_seconds, every in ((None, periodic.EVERY_CAPTURED), (1.0, 1), (1e-3, periodic.EVERY_CAPTURED)):
