@@ -181,7 +181,36 @@ class Recurrent(nn.Module):
         return self.out(self.hidden)
 
 
-@pytest.mark.parametrize(("model", "name"), [(Counting, "calls"), (Recurrent, "hidden")])
+class LongMemory(Recurrent):
+    """Keeps a pair of tensors, as an LSTM does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.state = nn.LSTMCell(5, 6).double(), None
+
+    def forward(self, inputs: Tensor) -> Any:
+        state: Any = self.state
+        before = None if state is None or len(state[0]) != len(inputs) else tuple(part.detach() for part in state)
+        self.state = self.cell(inputs, before)
+        return self.out(self.state[0])
+
+
+class Fading(nn.Module):
+    """Keeps what each forward changes in a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Any:
+        self.scale.mul_(0.9)
+        return self.net(inputs) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(Counting, "calls"), (Recurrent, "hidden"), (LongMemory, "state"), (Fading, "scale")]
+)
 def test_what_a_model_keeps_between_calls_is_reported_and_begins_with_the_first_step(
     tmp_path: Path, model: Callable[[], nn.Module], name: str
 ) -> None:
@@ -222,7 +251,22 @@ def normalized() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 8)), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-@pytest.mark.parametrize(("model", "name"), [(Taught, "teacher.weight"), (normalized, "_u")])
+class Tallying(nn.Module):
+    """Counts its calls in a buffer of whole numbers, for a factor that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, inputs: Tensor) -> Any:
+        self.calls += 1
+        return self.net(inputs) * (self.calls / 4).clamp(max=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(Taught, "teacher.weight"), (normalized, "_u"), (Tallying, "calls")]
+)
 def test_state_that_each_forward_changes_keeps_the_division(
     tmp_path: Path, model: Callable[[], nn.Module], name: str
 ) -> None:

@@ -177,21 +177,20 @@ def test_parts_in_evaluation_mode_stay_so(tmp_path: Path) -> None:
 
 
 class Planned(nn.Module):
-    """A model whose validation loss is whatever the test wants, by the number of the validation."""
+    """A model whose validation loss is whatever the test wants, by the number of steps before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
-        self.register_buffer("validations", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
 
 def planned_job(values: list[float], **changes: Any) -> Job:
     def loss(model: Any, batch: Any) -> Tensor:
         if model.training:
+            model.steps += 1
             return model.weight.square() + batch[0].mean() * 0
-        value = values[min(int(model.validations), len(values) - 1)]
-        model.validations += 1
-        return torch.tensor(value)
+        return torch.tensor(values[min(max(int(model.steps) - 1, 0), len(values) - 1)])
 
     made: dict[str, Any] = {
         "name": "planned",

@@ -182,3 +182,62 @@ def test_an_own_loop_is_tried_too(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(dt.DrivetrainError, match="the metric 'recall' raised IndexError"):
         next(iter(run))
+
+
+class Centers(nn.Module):
+    """Keeps a center and the state of the batch before; both change in evaluation mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.out = nn.LSTMCell(3, 4), nn.Linear(4, 2)
+        self.register_buffer("center", torch.zeros(2))
+        self.state: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        before = None if self.state is None else tuple(part.detach()[: len(inputs)] for part in self.state)
+        self.state = self.cell(inputs, before)
+        output = self.out(self.state[0])
+        self.center.lerp_(output.detach().mean(0), 0.5)
+        return output - 0.1 * self.center
+
+
+def test_validation_does_not_change_what_the_model_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It moved the center and the state of the batch before, and training went on from there."""
+    alone = train(tmp_path / "alone", job_of(model=Centers, valid=None, valid_every=None, metrics={}))
+    validated = train(tmp_path / "validated", job_of(model=Centers, valid_every=1))
+    for result in (alone, validated):
+        dt.export(result, result.folder / "last.pt")
+    expected, found = (torch.load(result.folder / "last.pt") for result in (alone, validated))
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    told = [line for line in capsys.readouterr().err.splitlines() if "validation changes center" in line]
+    assert len(told) == 1
+
+
+def derivative(model: Any, batch: Any) -> Tensor:
+    """A loss of the model's derivative, as of a differential equation or a penalty on gradients."""
+    inputs = batch[0].clone().requires_grad_(True)
+    outputs = model(inputs)
+    (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    return (slope - 1).square().mean()
+
+
+def smooth() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def test_a_loss_that_computes_gradients_is_validated(tmp_path: Path) -> None:
+    def on_host(output: Tensor, batch: Any) -> Tensor:
+        return torch.from_numpy(output.numpy().argmax(1)) == batch[1]
+
+    job = job_of(model=smooth, loss=derivative, metrics={"accuracy": on_host}, valid_batch=4)
+    result = train(tmp_path, job)
+    valid = data_of(10, seed=2)
+    expected = derivative(result.model, (valid.tensors[0], valid.tensors[1])).item()
+    assert result.best is not None
+    assert result.best.value == pytest.approx(expected, rel=1e-5)
+    found = dt.predict(result, valid)
+    assert torch.allclose(found, result.model(valid.tensors[0]).detach(), atol=1e-6)
+    assert not found.requires_grad

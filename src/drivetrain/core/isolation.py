@@ -4,7 +4,7 @@ import gc
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
@@ -119,13 +119,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Undo on exit what is done to the model's buffers, in place or by putting others there."""
+def buffers_kept(model: nn.Module, only: Collection[str] | None = None) -> Iterator[None]:
+    """Undo on exit what is done to the model's buffers, in place or by putting others there; or `only` to some."""
     before = [
         (module._buffers, name, buffer, buffer.detach().clone())
-        for module in model.modules()
+        for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
+        if buffer is not None and (only is None or f"{path}.{name}".lstrip(".") in only)
     ]
     try:
         yield
@@ -147,8 +147,22 @@ def own_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
         if type(module).__module__.split(".")[0] not in ("torch", "drivetrain")
         for attribute, value in vars(module).items()
         if attribute not in _OF_MODULES
-        if type(value) in (*_NUMBERS, list, dict, deque) or isinstance(value, Tensor)
+        if type(value) in (*_NUMBERS, tuple, list, dict, deque) or isinstance(value, Tensor)
     }
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Give the user's modules the numbers, tensors and tuples back that were their attributes; nothing is copied."""
+    attributes = {
+        place: value for place, value in own_attributes(model).items() if not isinstance(value, (list, dict, deque))
+    }
+    try:
+        yield
+    finally:
+        modules = dict(model.named_modules())
+        for (name, attribute), value in attributes.items():
+            modules[name].__dict__[attribute] = value
 
 
 @contextmanager
@@ -197,7 +211,7 @@ def frozen_to_copy(model: nn.Module) -> list[nn.Parameter]:
 def _copy_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return None if value.requires_grad else value.detach().clone()
-    return None if isinstance(value, _NUMBERS) else value.copy()
+    return None if isinstance(value, (*_NUMBERS, tuple)) else value.copy()
 
 
 def _put_back(value: Any, copied: Any) -> None:

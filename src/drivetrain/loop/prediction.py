@@ -18,7 +18,13 @@ from drivetrain.core.precision import Precision
 from drivetrain.core.world import World
 from drivetrain.data.batch import map_tensors
 from drivetrain.data.loader import Loader
-from drivetrain.loop.validation import micro_batches, raise_on_all_ranks, recording_outputs, seed_validation
+from drivetrain.loop.validation import (
+    computes_gradients,
+    micro_batches,
+    raise_on_all_ranks,
+    recording_outputs,
+    seed_validation,
+)
 from drivetrain.strategies.base import LossFunction
 
 ForwardFunction = Callable[[Any, Any], Any]  # of (model, batch)
@@ -33,7 +39,13 @@ def forward_of(loss: LossFunction) -> ForwardFunction:
     def forward(model: Any, batch: Any) -> Any:
         with recording_outputs(model, []) as outputs:
             try:
-                loss(model, batch)
+                try:
+                    loss(model, batch)
+                except RuntimeError as error:
+                    if not computes_gradients(error):
+                        raise
+                    with torch.enable_grad():
+                        loss(model, batch)
             except Exception as error:
                 raise DrivetrainError(
                     f"the loss function, which knows how the model is called, raised {type(error).__name__}: {error}",

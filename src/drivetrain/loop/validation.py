@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict, settlement_of
-from drivetrain.core.isolation import buffers_kept, evaluating, is_out_of_memory, untouched
+from drivetrain.core.isolation import attributes_kept, buffers_kept, evaluating, is_out_of_memory, untouched
 from drivetrain.core.log import notice
 from drivetrain.core.metrics import (
     Counted,
@@ -31,7 +31,7 @@ from drivetrain.core.precision import Precision, widened
 from drivetrain.core.state import is_distributed
 from drivetrain.core.value import format_metric
 from drivetrain.core.world import World
-from drivetrain.data.batch import described
+from drivetrain.data.batch import described, map_tensors
 from drivetrain.data.division import key_of
 from drivetrain.data.keyed_items import seed_all
 from drivetrain.data.loader import Loader, MicroBatch
@@ -70,7 +70,8 @@ class Validator:
         eager: bool = False,  # whether compiled blocks of the model run as they are written
         progress: Callable[[str, float], None] | None = None,  # called with the set's name and the part that is done
     ) -> None:
-        self._progress = progress
+        self._progress, self._buffers = progress, _BufferWatch(world)
+        self._computes_gradients = False  # whether the loss does, and so is measured with gradients on
         self._may_halve, self._eager = may_halve, eager
         self._prefix, self._on_device, self._compiled_loss = prefix, on_device, compiled_loss
         self._outputs: list[Any] = []  # of the model: always the same list, since compiled code appends to it
@@ -91,10 +92,11 @@ class Validator:
         Of a set with a name they are called `valid_NAME_loss`; those of the first set are called `valid_loss`, too.
         `called` is the model, perhaps compiled.
         """
-        by_set = {
-            name: self._measure_set(name, loader, model, model if called is None else called)
-            for name, loader in self._loaders.items()
-        }
+        with self._buffers.kept(model):
+            by_set = {
+                name: self._measure_set(name, loader, model, model if called is None else called)
+                for name, loader in self._loaders.items()
+            }
         first = next(iter(by_set.values()))
         values = {f"{self._prefix}{name}": value for name, value in first.items()}
         for of, found in by_set.items():
@@ -112,11 +114,12 @@ class Validator:
 
     def _tried(self, loader: Loader, model: nn.Module, words: str) -> Exception | None:
         """Run the first batch of a set through the model, and return what went wrong; None if nothing did."""
-        with untouched(self._world.device), buffers_kept(model):
+        with untouched(self._world.device), buffers_kept(model), attributes_kept(model):
             try:
                 first = loader.first()
                 words += f", {described(first.batch)}"
-                self._count([first._replace(batch=self._on_device(first.batch))], model, model)
+                first = first._replace(batch=self._on_device(first.batch))
+                self._counted(lambda: [first], model, model)
             except DrivetrainError as error:
                 failure = DrivetrainError(f"{error.message}; it was tried on {words}", remedy=error.remedy)
                 failure.__cause__ = error
@@ -131,7 +134,7 @@ class Validator:
         failure: Exception | None = None
         while True:
             try:
-                counted = self._count(self._followed(set_name, loader), model, called)
+                counted = self._counted(lambda: self._followed(set_name, loader), model, called)
             except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
                 failure = error
             if not self._halves(loader, model, failure):
@@ -188,6 +191,18 @@ class Validator:
         total = sum(value * weight for value, weight in found if not math.isnan(value))
         return {"loss": total} | {name: value for name, value in values.items() if name != "loss"}
 
+    def _counted(
+        self, batches: Callable[[], Iterable[MicroBatch]], model: nn.Module, called: Any
+    ) -> dict[str, Counted | None]:
+        """Count over batches, with gradients on where the loss computes some, such as a penalty or a derivative."""
+        try:
+            return self._count(batches(), model, called)
+        except RuntimeError as error:
+            if self._computes_gradients or not computes_gradients(error):
+                raise
+        self._computes_gradients = True
+        return self._count(batches(), model, called)
+
     def _count(self, batches: Iterable[MicroBatch], model: nn.Module, called: Any) -> dict[str, Counted | None]:
         tallies = {name: Tally(name) for name in ("loss", *self._functions)}
         for found in self._objects.values():
@@ -195,7 +210,8 @@ class Validator:
         seed_validation(self._job.seed)
         most, outputs = 0, self._outputs
         stance = torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
-        with evaluating(model), torch.no_grad(), recording_outputs(called, outputs), stance:
+        gradients = torch.set_grad_enabled(self._computes_gradients)
+        with evaluating(model), gradients, recording_outputs(called, outputs), stance:
             for micro in batches:
                 outputs.clear()
                 most = max(most, micro.num_samples)
@@ -213,7 +229,7 @@ class Validator:
                 else:
                     tallies["loss"].add(loss, micro.num_samples)
                 if self._job.metrics:
-                    with collecting() as logged:
+                    with collecting() as logged, torch.no_grad():
                         self._add_metrics(tallies, self._output(outputs), micro)
                     self._add_logged(tallies, logged, micro.num_samples)
         return {name: tally.read() for name, tally in tallies.items()}
@@ -255,7 +271,7 @@ class Validator:
                 "metrics get the model's output, and the loss function did not call the model",
                 remedy="call model(...) in the loss function",
             )
-        return outputs[-1]
+        return map_tensors(Tensor.detach, outputs[-1]) if self._computes_gradients else outputs[-1]
 
     def _computed(self, name: str, found: Any) -> Any:
         """Compute a metric object after comparing its states between ranks.
@@ -277,6 +293,33 @@ class Validator:
                     remedy="make it alike on every rank, for example with the number of classes given",
                 )
         return found.compute()
+
+
+class _BufferWatch:
+    """Puts back what a loss or a model changes in evaluation mode, too, so that validation leaves no trace.
+
+    That is buffers and attributes of modules, such as the hidden state of the batch before. The first measurement copies all buffers, and finds which ones change; later ones copy only these.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._names: set[str] | None = None
+
+    @contextmanager
+    def kept(self, model: nn.Module) -> Iterator[None]:
+        watched = {name: it for name, it in model.named_buffers() if self._names is None or name in self._names}
+        versions = {name: buffer._version for name, buffer in watched.items()}
+        with buffers_kept(model, watched), attributes_kept(model):
+            yield
+            now = dict(model.named_buffers())
+            changed = {name for name, it in watched.items() if now.get(name) is not it or it._version != versions[name]}
+        if self._names is None and changed and self._world.is_main:
+            notice(
+                f"validation changes {', '.join(sorted(changed)[:3])} of the model: training goes on with what was "
+                "there before. Where the numbers of a validation should not depend on it either, change it only "
+                "if model.training"
+            )
+        self._names = changed if self._names is None else self._names
 
 
 class Validation:
@@ -407,6 +450,11 @@ def _or_none(value: float) -> float | None:
 
 def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
+
+
+def computes_gradients(error: RuntimeError) -> bool:
+    """Return whether an error says that a loss computes gradients, and that they are off."""
+    return "does not require grad" in str(error)
 
 
 def seed_validation(seed: int) -> None:

@@ -54,7 +54,7 @@ class Carried(NamedTuple):
         return (
             f"called twice with the same batch, it gives another value: it or the model keeps something between calls"
             f"{names} that checkpoints do not hold. Each micro-batch counts as a call, and a resumed run differs. Keep "
-            "it in a buffer of the model that a hook changes, dt.every(1, …); for a weight that depends on the step, "
+            "it in a persistent buffer of the model that a hook changes, dt.every(1, …); for a weight that depends on the step, "
             "return named parts and use Job(loss_weights=…)"
         )
 
@@ -149,7 +149,10 @@ def _carried(
         if name in saved and tensor.shape == saved[name][2].shape:
             tensor.data.copy_(saved[name][2])
     third, _ = _value(loss, model, batches[2], device)
-    return Carried(moved, None if _are_alike(first, third, device) else changed), foreign
+    if not _are_alike(first, third, device):
+        return Carried(moved, changed), foreign
+    saved_names = model.state_dict().keys()
+    return Carried(moved, tuple(name for name in moved if name not in saved_names) or None), foreign
 
 
 def _kept_in_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -158,7 +161,7 @@ def _kept_in_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         if isinstance(module, _BatchNorm) or type(module).__module__.split(".")[0] in ("drivetrain", "torchmetrics"):
             continue
-        buffers = [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if buffer.is_floating_point()]
+        buffers = list(module.named_buffers(recurse=False))
         frozen = [(name, weight) for name, weight in module.named_parameters(recurse=False) if id(weight) in followers]
         for name, tensor in (*buffers, *frozen):
             yield f"{prefix}.{name}" if prefix else name, tensor
