@@ -484,6 +484,32 @@ def change_rate(going: Drive, batch: Any) -> None:
     going._optimizer.param_groups[0]["lr"] *= 0.9
 
 
+def clip(going: Drive, batch: Any) -> None:
+    nn.utils.clip_grad_norm_(going.model.parameters(), 0.01)
+
+
+def clip_whole(going: Drive, batch: Any) -> None:
+    if not going.accumulating:
+        clip(going, batch)
+
+
+def leave_out(going: Drive, batch: Any) -> None:
+    next(going.model.parameters()).grad = None
+
+
+def backward_of_sum(going: Drive, batch: Any) -> None:
+    going.backward(dt.LossSum(loss_of(going, batch) * len(batch[1]), len(batch[1])))
+
+
+def make_scheduler(going: Drive, batch: Any) -> None:
+    if not going.steps and not hasattr(going, "scheduler"):
+        going.scheduler = torch.optim.lr_scheduler.StepLR(going._optimizer, 1)  # type: ignore[attr-defined]
+
+
+def step_scheduler(going: Drive, batch: Any) -> None:
+    going.scheduler.step()  # type: ignore[attr-defined]
+
+
 WRONG: dict[str, tuple[Callable[[Drive], None], str]] = {
     "no backward": (body(backward=nothing, step=nothing), r"without run\.backward\(loss\)"),
     "no step": (body(step=nothing), r"without run\.step\(\)"),
@@ -498,7 +524,11 @@ WRONG: dict[str, tuple[Callable[[Drive], None], str]] = {
     ),
     "optimizer.step": (body(step=lambda going, batch: going._optimizer.step()), r"optimizer\.step\(\) was called"),
     "zero_grad": (body(first=lambda going, batch: going._optimizer.zero_grad()), "gradients were cleared"),
+    "clipping": (body(middle=clip), "has changed gradients before run.step.*depend on the micro-batch"),
+    "a gradient left out": (body(middle=leave_out), "has changed gradients before run.step"),
+    "clipping a LossSum": (body(backward=backward_of_sum, middle=clip_whole), "divided by the count of the LossSum"),
     "a scheduler of one's own": (body(last=change_rate), "learning rate was changed"),
+    "a scheduler of torch": (body(first=make_scheduler, last=step_scheduler), "learning rate was changed"),
     "another iteration": (body(first=lambda going, batch: next(iter(going))), "iterated over once"),
 }
 
@@ -511,6 +541,28 @@ def test_what_is_wrong_with_a_loop_is_said(tmp_path: Path, name: str) -> None:
         loop(going)
     assert caught.value.remedy
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("micro_batch", [3, 8])
+def test_whole_gradients_may_be_changed(tmp_path: Path, micro_batch: int) -> None:
+    """What a loop does to them in the last batch of a step is what its own loop did."""
+    clipped = []
+    for name, clip_norm in (("by hand", None), ("by the run", 0.01)):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).double()
+        data = TensorDataset(torch.randn(24, 3, dtype=torch.float64), torch.arange(24) % 2)
+        config = dt.configure(output_dir=tmp_path / name, batch_size=micro_batch, gpu_mode="cpu", report=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        going = dt.drive(
+            model, optimizer, data, name="clipped", global_batch=8, epochs=2, clip_norm=clip_norm, config=config
+        )
+        for batch in going:
+            going.backward(loss_of(going, batch))
+            if clip_norm is None:
+                clip_whole(going, batch)
+            going.step()
+        clipped.append(model.weight.detach().clone())
+    torch.testing.assert_close(clipped[0], clipped[1], rtol=0, atol=1e-9)
 
 
 def test_outside_the_loop(tmp_path: Path) -> None:

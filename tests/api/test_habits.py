@@ -147,6 +147,40 @@ def test_a_loss_that_meddles_with_the_model_is_refused_before_the_first_step(
         weights_of(job_of(loss=loss), tmp_path)
 
 
+def hooked(hook: Callable[[Tensor], None]) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        model = make_model()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+        return model
+
+    return made
+
+
+def step_at_once(parameter: Tensor) -> None:
+    with torch.no_grad():
+        parameter -= 0.1 * parameter.grad
+    parameter.grad = None
+
+
+def clip_by_value(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+def test_an_optimizer_inside_of_the_backward_is_refused(tmp_path: Path) -> None:
+    """It stepped in the trial before the first step, too, and for each micro-batch."""
+    with pytest.raises(DrivetrainError, match=r"the backward has changed 0\.weight"):
+        weights_of(job_of(model=hooked(step_at_once)), tmp_path)
+
+
+def test_a_hook_after_each_backward_keeps_the_division(tmp_path: Path) -> None:
+    model = hooked(clip_by_value)
+    found = weights_of(job_of(model=model), tmp_path, batch_size=BATCH)
+    assert_same(found, plain_weights(model(), cross_entropy))
+    assert lines_told(tmp_path)[0].startswith("a hook of 0.weight runs after each backward")
+
+
 def lines_told(folder: Path) -> tuple[str, list[str]]:
     """Return why the division is kept, and what else was said of the loss."""
     events = [json.loads(line) for line in (folder / "habit" / "events.jsonl").read_text().splitlines()]
@@ -220,6 +254,46 @@ def test_what_a_model_keeps_between_calls_is_reported_and_begins_with_the_first_
     assert f"keeps something between calls ({name})" in note
 
 
+class Observing(nn.Module):
+    """Has a buffer that gets its shape in the first forward, as observers of quantization have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+        self.register_buffer("peak", torch.empty(0, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Any:
+        highest = inputs.abs().amax(0)
+        if self.training and not self.peak.numel():
+            self.peak.resize_(highest.shape).copy_(highest)
+        elif self.training:
+            self.peak.copy_(torch.maximum(self.peak, highest))
+        return self.net(inputs / self.peak if self.peak.numel() else inputs)
+
+
+def observed(folder: str) -> dict[str, Tensor]:
+    return weights_of(job_of(model=Observing), Path(folder), batch_size=BATCH)
+
+
+def test_a_buffer_gets_its_shape_in_the_first_forward(tmp_path: Path, gloo_pool: GlooPool) -> None:
+    """The trial left its shape behind, and a checkpoint was that of another model."""
+    expected, is_first = plain_weights(Observing(), cross_entropy), [True]
+
+    def fail_once(context: dt.StepContext) -> None:
+        if context.step == 3 and is_first.pop():
+            raise KeyboardInterrupt
+
+    job = job_of(model=Observing, hooks=[dt.every(3, fail_once)], checkpoint_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        weights_of(job, tmp_path / "one", batch_size=BATCH)
+    is_first.append(False)
+    assert_same(weights_of(job, tmp_path / "one", batch_size=BATCH), expected)
+    for found in gloo_pool.run(observed, str(tmp_path / "two"), world=2):
+        assert {name: value.shape for name, value in found.items()} == {
+            name: value.shape for name, value in expected.items()
+        }
+
+
 def test_a_counter_outside_of_the_model_is_reported(tmp_path: Path) -> None:
     calls = {"number": 0}
 
@@ -264,9 +338,7 @@ class Tallying(nn.Module):
         return self.net(inputs) * (self.calls / 4).clamp(max=1)
 
 
-@pytest.mark.parametrize(
-    ("model", "name"), [(Taught, "teacher.weight"), (normalized, "_u"), (Tallying, "calls")]
-)
+@pytest.mark.parametrize(("model", "name"), [(Taught, "teacher.weight"), (normalized, "_u"), (Tallying, "calls")])
 def test_state_that_each_forward_changes_keeps_the_division(
     tmp_path: Path, model: Callable[[], nn.Module], name: str
 ) -> None:

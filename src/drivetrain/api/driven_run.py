@@ -54,7 +54,7 @@ from drivetrain.run.model_factory import Prepared, callable_model
 from drivetrain.run.refusals import changes_since_start, keep_fingerprint
 from drivetrain.run.saver import CheckpointSaver
 from drivetrain.strategies import Trial
-from drivetrain.strategies.base import check_objective
+from drivetrain.strategies.base import check_objective, gradient_versions
 from drivetrain.strategies.optimizer_state import move_to_parameters
 from drivetrain.strategies.replicated import Freezer, parameter_names
 from drivetrain.strategies.turns import TurnsStrategy
@@ -471,6 +471,47 @@ def step_with(
             remedy="call run.backward(loss) and run.step()",
         )
     return outcomes[0]._replace(stop=sum(outcome.stop for outcome in outcomes))
+
+
+class GradientWatch:
+    """Finds loops that clear or change gradients which are not whole yet, or not yet divided as they will be.
+
+    Args:
+        trained: The parameters with gradients; empty where gradients are sharded.
+        scales_loss: Whether gradients are scaled until the optimizer steps, as with fp16.
+    """
+
+    def __init__(self, trained: Sequence[Tensor], scales_loss: bool) -> None:
+        self._trained, self._scales_loss = trained, scales_loss
+        self._versions: list[int] | None = None
+
+    def check_cleared(self, micro: MicroBatch) -> None:
+        """Raise if the gradients of the batches before are gone."""
+        if micro.number and self._trained and all(parameter.grad is None for parameter in self._trained):
+            raise DrivetrainError(
+                "the gradients were cleared between two batches of one step",
+                remedy="leave optimizer.zero_grad() out: gradients are cleared after they were used",
+            )
+
+    def note(self, micro: MicroBatch, loss: Any) -> None:
+        """Remember the gradients after a backward, where the loop must not change them before `run.step`."""
+        is_watched = not micro.is_last or self._scales_loss or isinstance(loss, LossSum)
+        self._versions = gradient_versions(self._trained) if is_watched else None
+
+    def check_changed(self, micro: MicroBatch) -> None:
+        """Raise if the loop has changed gradients since `note`."""
+        versions, self._versions = self._versions, None
+        if versions is None or versions == gradient_versions(self._trained):
+            return
+        why = "those of the batches that follow are missing, so the result would depend on the micro-batch"
+        if micro.is_last:
+            why = "fp16 scales them" if self._scales_loss else "they are divided by the count of the LossSum"
+            why += " until the optimizer steps"
+        raise DrivetrainError(
+            f"the loop has changed gradients before run.step(), and {why}",
+            remedy="dt.drive(clip_norm=…) clips them; anything else can be done to whole gradients in "
+            "optimizer.register_step_pre_hook",
+        )
 
 
 def check_closure(session: Session, optimizer: Optimizer, closure: Closure | None, *, is_learned: bool) -> None:

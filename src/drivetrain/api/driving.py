@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from drivetrain.api.driven_run import Closure, DrivenRun, as_computed, check_closure, refuse_closure, step_with
+from drivetrain.api.driven_run import (
+    Closure,
+    DrivenRun,
+    GradientWatch,
+    as_computed,
+    check_closure,
+    refuse_closure,
+    step_with,
+)
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
 from drivetrain.core.aims import Aim, EarlyStopping, GlobalBatch
@@ -250,7 +258,8 @@ class Drive:
         self._session, self.world, self._precision = session, session.world, session.precision
         self.model: Any = parts.model if driven.called_model is None else driven.called_model
         self._plain, self._optimizer = parts.model, parts.optimizer
-        self._trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
+        trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
+        self._gradients = GradientWatch(trained, session.precision.scales_loss)
         self._shares_buffers = session.world.size > 1 and session.config.distributed.broadcast_buffers
         self._around_forward = around_forward(parts.given)
         self._apart = ExitStack()  # the contexts around the forward of a batch that does not count
@@ -373,12 +382,9 @@ class Drive:
         self._leave_forward()
         if isinstance(loss, Tensor | LossSum):
             check_objective(loss.total if isinstance(loss, LossSum) else loss, self._plain)
-        if micro.number and self._trained and all(parameter.grad is None for parameter in self._trained):
-            raise DrivetrainError(
-                "the gradients were cleared between two batches of one step",
-                remedy="leave optimizer.zero_grad() out: gradients are cleared after they were used",
-            )
+        self._gradients.check_cleared(micro)
         self._stepper.forward_backward(loss, begun.place, micro)
+        self._gradients.note(micro, loss)
         self._is_learned = True
 
     def log(self, name: str, value: LoggedValue) -> None:
@@ -416,6 +422,7 @@ class Drive:
                 "run.step() was called twice for one batch, or outside the loop", remedy="call it once for each batch"
             )
         check_closure(self._session, self._optimizer, closure, is_learned=self._is_learned)
+        self._gradients.check_changed(micro)
         self._is_stepped = True
         collect_into(None)
         if closure is not None:

@@ -131,8 +131,15 @@ def buffers_kept(model: nn.Module, only: Collection[str] | None = None) -> Itera
         yield
     finally:
         for buffers, name, buffer, saved in before:
-            buffer.data.copy_(saved)  # `data`: leaves autograd's version counter alone, as backward may need it
+            put_back(buffer, saved)
             buffers[name] = buffer
+
+
+def put_back(tensor: Tensor, saved: Tensor) -> None:
+    """Give a buffer its former numbers, and its former shape: those of some observers get theirs in a forward."""
+    if tensor.shape != saved.shape:
+        tensor.resize_(saved.shape)
+    tensor.data.copy_(saved)  # `data`: leaves autograd's version counter alone, as backward may need it
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # what torch keeps in every module

@@ -207,8 +207,11 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's step requires a closure that computes the loss, as far as can be detected."""
     if wants_gradients_first(optimizer):
         return True  # SAM and its kin: two steps around a second backward
+    step: Any = optimizer.step
+    if hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler of torch was made for it: the signature has a `self` then
+        step = step.__wrapped__.__get__(optimizer)
     try:
-        parameters = inspect.signature(optimizer.step).parameters.values()
+        parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):
         return False
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

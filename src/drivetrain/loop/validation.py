@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict, settlement_of
-from drivetrain.core.isolation import attributes_kept, buffers_kept, evaluating, is_out_of_memory, untouched
+from drivetrain.core.isolation import (
+    attributes_kept,
+    buffers_kept,
+    evaluating,
+    frozen_to_copy,
+    is_out_of_memory,
+    model_kept,
+    put_back,
+    untouched,
+)
 from drivetrain.core.log import notice
 from drivetrain.core.metrics import (
     Counted,
@@ -114,7 +123,7 @@ class Validator:
 
     def _tried(self, loader: Loader, model: nn.Module, words: str) -> Exception | None:
         """Run the first batch of a set through the model, and return what went wrong; None if nothing did."""
-        with untouched(self._world.device), buffers_kept(model), attributes_kept(model):
+        with untouched(self._world.device), buffers_kept(model), model_kept(model):
             try:
                 first = loader.first()
                 words += f", {described(first.batch)}"
@@ -298,7 +307,8 @@ class Validator:
 class _BufferWatch:
     """Puts back what a loss or a model changes in evaluation mode, too, so that validation leaves no trace.
 
-    That is buffers and attributes of modules, such as the hidden state of the batch before. The first measurement copies all buffers, and finds which ones change; later ones copy only these.
+    That is buffers, frozen weights that follow others, and attributes of modules, such as the hidden state of the batch
+    before. The first measurement copies all of these tensors, and finds which ones change; later ones copy only these.
     """
 
     def __init__(self, world: World) -> None:
@@ -307,12 +317,25 @@ class _BufferWatch:
 
     @contextmanager
     def kept(self, model: nn.Module) -> Iterator[None]:
-        watched = {name: it for name, it in model.named_buffers() if self._names is None or name in self._names}
-        versions = {name: buffer._version for name, buffer in watched.items()}
-        with buffers_kept(model, watched), attributes_kept(model):
+        followers = set(map(id, frozen_to_copy(model)))
+        watched = {
+            ".".join(filter(None, (path, name))): (held, name, tensor, tensor.detach().clone())
+            for path, module in model.named_modules()
+            for held in (module._buffers, module._parameters)
+            for name, tensor in held.items()
+            if tensor is not None and (held is module._buffers or id(tensor) in followers)
+            if self._names is None or ".".join(filter(None, (path, name))) in self._names
+        }
+        with attributes_kept(model):
             yield
-            now = dict(model.named_buffers())
-            changed = {name for name, it in watched.items() if now.get(name) is not it or it._version != versions[name]}
+        changed = {
+            path
+            for path, (held, name, tensor, copy) in watched.items()
+            if held.get(name) is not tensor or not _are_equal(tensor, copy)
+        }
+        for held, name, tensor, copy in (watched[path] for path in changed):
+            put_back(tensor, copy)
+            held[name] = tensor
         if self._names is None and changed and self._world.is_main:
             notice(
                 f"validation changes {', '.join(sorted(changed)[:3])} of the model: training goes on with what was "
@@ -320,6 +343,14 @@ class _BufferWatch:
                 "if model.training"
             )
         self._names = changed if self._names is None else self._names
+
+
+def _are_equal(tensor: Tensor, copy: Tensor) -> bool:
+    """Return whether a tensor has the shape and the numbers of a copy. The host waits for the device here."""
+    if tensor.shape != copy.shape or torch.equal(tensor, copy):
+        return tensor.shape == copy.shape
+    both = (tensor, copy) if tensor.is_floating_point() else ()
+    return bool(both) and all(torch.equal(*map(of, both)) for of in (torch.isnan, torch.nan_to_num))
 
 
 class Validation:

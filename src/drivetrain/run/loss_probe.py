@@ -18,7 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.core.hook import settlement_of
-from drivetrain.core.isolation import EagerDispatchMode, frozen_to_copy, model_kept, own_attributes, uncounted
+from drivetrain.core.isolation import (
+    EagerDispatchMode,
+    frozen_to_copy,
+    model_kept,
+    own_attributes,
+    put_back,
+    uncounted,
+)
 from drivetrain.core.metrics import LossSum
 from drivetrain.core.precision import Precision, as_real, numerics
 from drivetrain.data.batch import Count, candidates, map_tensors, to_device
@@ -44,6 +51,7 @@ class Carried(NamedTuple):
 
     moved: tuple[str, ...] = ()  # buffers and frozen weights that a forward changes
     unsaved: tuple[str, ...] | None = None  # attributes, where the next call's value depends on more than those
+    hooked: tuple[str, ...] = ()  # parameters with hooks of the user's that run after each backward
 
     @property
     def note(self) -> str:
@@ -54,13 +62,15 @@ class Carried(NamedTuple):
         return (
             f"called twice with the same batch, it gives another value: it or the model keeps something between calls"
             f"{names} that checkpoints do not hold. Each micro-batch counts as a call, and a resumed run differs. Keep "
-            "it in a persistent buffer of the model that a hook changes, dt.every(1, …); for a weight that depends on the step, "
-            "return named parts and use Job(loss_weights=…)"
+            "it in a persistent buffer of the model that a hook changes, dt.every(1, …); for a weight that depends on "
+            "the step, return named parts and use Job(loss_weights=…)"
         )
 
     @property
     def couples(self) -> str:
         """Why the micro-batch is part of what is learned; empty if it is not."""
+        if self.hooked:
+            return f"a hook of {self.hooked[0]} runs after each backward (register_post_accumulate_grad_hook)"
         if not self.moved:
             return "" if self.unsaved is None else "the loss depends on how often it was called"
         names = ", ".join(self.moved[:3]) + (", …" if len(self.moved) > 3 else "")
@@ -87,12 +97,14 @@ def part_bounds(num_samples: int) -> list[int]:
 
 def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch.device) -> ProbedLoss:
     """Find out how a loss weights the parts of a batch. Errors of the user's code are raised as they are."""
+    hooked = tuple(name for name, weight in model.named_parameters() if weight._post_accumulate_grad_hooks)
     model, batches = _in_fp32(model, [parts.whole, *parts.parts])
     batches = [to_device(batch, device) for batch in batches]
     found = [candidate for candidate in candidates(batches[0]) if all(map(candidate.is_in, batches))]
     counts = [[float(candidate.of(batch)) for batch in batches[1:]] for candidate in found]
     with _measuring(model, device):
         carried, foreign = _carried(loss, model, batches[1], device)
+        carried = carried._replace(hooked=hooked)
         # Where nothing is drawn nothing is replayed: that takes as long again. Draws from a generator of the user's own
         # are not seen; a loss that is not explained is looked at again, with replaying.
         for replays in (True,) if _has_drawn(device) else (False, True):
@@ -146,8 +158,8 @@ def _carried(
     if _are_alike(first, second, device):
         return Carried(moved), foreign
     for name, tensor in _kept_in_state(model):
-        if name in saved and tensor.shape == saved[name][2].shape:
-            tensor.data.copy_(saved[name][2])
+        if name in saved:
+            put_back(tensor, saved[name][2])
     third, _ = _value(loss, model, batches[2], device)
     if not _are_alike(first, third, device):
         return Carried(moved, changed), foreign

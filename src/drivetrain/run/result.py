@@ -39,6 +39,7 @@ from drivetrain.run.claiming import ExtendedSchedule, note_over
 from drivetrain.run.model_factory import checked, unwrapped
 from drivetrain.run.saver import CHECKPOINTS
 from drivetrain.run.session import Session
+from drivetrain.strategies.replicated import shape_buffers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The result of a run: where its files are, how it ended, and its weights in a model again.
@@ -195,8 +196,9 @@ def load_whole(model: nn.Module, source: TensorSource, path: Path, *, average: b
         path: The checkpoint's path, for an error.
         average: Whether to take the averaged weights where an average was kept, since those were validated.
     """
+    source = plainly_named(source, model.state_dict())
+    shape_buffers(model, source)
     state = model.state_dict()
-    source = plainly_named(source, state)
     keys: dict[str, Any] = dict(source.keys)
     missing = sorted(name for name in state if f"model/{name}" not in keys)
     others = sorted(

@@ -5,7 +5,7 @@ forward with one output, while the user's function gets the plain model.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError, returned
 from drivetrain.core.hook import StepSettlement, settlement_of
-from drivetrain.core.isolation import is_out_of_memory, model_kept, uncounted
+from drivetrain.core.isolation import buffers_kept, is_out_of_memory, model_kept, uncounted
 from drivetrain.core.metrics import SKIPPED_IF_BAD, Logged, LossSum, NamedLosses, StepOutcome, UndividedLoss
 from drivetrain.core.optimizers import JointOptimizer, closure_error
 from drivetrain.core.precision import FP32_ON_CPU, Precision, widened
@@ -497,7 +497,12 @@ def try_out(
     in the order the gradients came: after this it has done so, and a resumed run reduces in the same order as one that
     was never stopped.
     """
-    before = [buffer.detach().clone() for buffer in model.buffers()]
+    with buffers_kept(model):
+        _try_out(objective, model, trial, backward)
+    settlement_of(model).forget()
+
+
+def _try_out(objective: ObjectiveCall, model: nn.Module, trial: Trial, backward: Callable[[Tensor], None]) -> None:
     with model_kept(model):
         conduct = _Conduct(model)
         try:
@@ -514,11 +519,15 @@ def try_out(
             raise
         check_objective(value, model)
         conduct.check()
+    weights = [(name, it, it._version) for name, it in model.named_parameters() if not is_distributed(it)]
     backward(value)
-    settlement_of(model).forget()
-    with torch.no_grad():
-        for buffer, saved in zip(model.buffers(), before, strict=True):
-            buffer.copy_(saved)
+    moved = next((name for name, weight, version in weights if weight._version != version), "")
+    if moved:
+        raise DrivetrainError(
+            f"the backward has changed {moved}: a hook steps an optimizer there, for each micro-batch and before "
+            "other processes have added their gradients",
+            remedy="leave register_post_accumulate_grad_hook out: Job(optimizer=…) steps once per global batch",
+        )
 
 
 class _Conduct:
@@ -527,7 +536,7 @@ class _Conduct:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._was_training = model, model.training
         self._trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        self._gradients = _versions(model)
+        self._gradients = gradient_versions(model.parameters())
         free = [
             parameter
             for parameter in model.parameters()
@@ -550,7 +559,8 @@ class _Conduct:
                     remedy="leave zero_grad() out: gradients are cleared once per step",
                 )
             self._planted.grad = None if gradient._version == 0 else gradient
-        if any(now not in (-1, then) for then, now in zip(self._gradients, _versions(self._model), strict=True)):
+        now = gradient_versions(self._model.parameters())
+        if any(version not in (-1, then) for then, version in zip(self._gradients, now, strict=True)):
             raise DrivetrainError(
                 "the loss function has computed gradients itself, which would count twice",
                 remedy="return the loss without calling backward(); for gradients inside of a loss, "
@@ -570,9 +580,9 @@ class _Conduct:
                 )
 
 
-def _versions(model: nn.Module) -> list[int]:
-    """Return a number for each weight that changes whenever something is added to its gradient; -1: it has none."""
-    return [-1 if parameter.grad is None else parameter.grad._version for parameter in model.parameters()]
+def gradient_versions(parameters: Iterable[Tensor]) -> list[int]:
+    """Return a number for each parameter that changes whenever its gradient does; -1: it has none."""
+    return [-1 if parameter.grad is None else parameter.grad._version for parameter in parameters]
 
 
 def check_objective(value: Tensor, model: nn.Module) -> None:

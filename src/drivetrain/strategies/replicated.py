@@ -1,5 +1,6 @@
 """The state of model and optimizer by name: saved, loaded, and frozen between steps."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -167,6 +168,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     """Load what `whole_state` returned. Everything is compared before anything is changed."""
     model, optimizer = parts.model, parts.optimizer
+    shape_buffers(model, source)
     state = model.state_dict()
     names = parameter_names(model, optimizer, parts.owners)
     ours = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -255,6 +257,17 @@ def _put_exactly(optimizer: Optimizer, by_number: Mapping[int, Mapping[str, Any]
                     state[field] = value
             elif isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
                 state[field] = value.to(loaded.device)
+
+
+def shape_buffers(model: nn.Module, source: TensorSource) -> None:
+    """Give buffers that get their shape in a forward, as observers of quantization do, the shape that was saved.
+
+    Such a buffer has one number or none in a new model. All others have to fit.
+    """
+    for name, buffer in model.named_buffers():
+        stored = source.keys.get(MODEL + name)
+        if stored is not None and buffer.numel() <= 1 < math.prod(stored.shape):
+            buffer.resize_(stored.shape)
 
 
 def refuse_another_job(
