@@ -247,3 +247,54 @@ def test_a_loss_that_computes_gradients_is_validated(tmp_path: Path) -> None:
     found = dt.predict(result, valid)
     assert torch.allclose(found, result.model(valid.tensors[0]).detach(), atol=1e-6)
     assert not found.requires_grad
+
+
+def root(output: Tensor, batch: Any) -> Tensor:
+    return functional.mse_loss(output[:, 1], batch[1].float()).sqrt()
+
+
+def mean_error(output: Tensor, batch: Any) -> Tensor:
+    return (output[:, 1] - batch[1]).abs().mean()
+
+
+def test_a_metric_that_is_no_mean_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its mean over batches depended on their size, without a word."""
+    train(tmp_path, job_of(model=smooth, metrics={"mean": mean_error, "accuracy": correct, "root": root}))
+    told = [line for line in capsys.readouterr().err.splitlines() if "is no mean over samples" in line]
+    assert len(told) == 1
+    assert "the metric 'root'" in told[0]
+
+
+class Ranked:
+    """The share of pairs in the right order, over the whole set: an area under a curve."""
+
+    def __init__(self, collects: bool) -> None:
+        self.collects, self.seen = collects, list[tuple[Tensor, Tensor]]()
+
+    def reset(self) -> None:
+        self.seen = []
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.seen.append((output[:, 1], target))
+
+    def compute(self) -> float:
+        seen = self.seen
+        if self.collects and torch.distributed.is_initialized():
+            parts: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(parts, seen)
+            seen = [pair for part in parts for pair in part]
+        scores, labels = map(torch.cat, zip(*seen, strict=True))
+        return float((scores[labels == 1][:, None] > scores[labels == 0]).float().mean())
+
+
+def ranked(folder: str, collects: bool) -> float:
+    job = job_of(model=smooth, metrics={"auc": Ranked(collects)}, valid=data_of(11, seed=2), valid_batch=3)
+    return train(folder, job).metrics["valid_auc"]
+
+
+def test_a_metric_object_has_to_collect_what_all_ranks_have_seen(tmp_path: Path, gloo_pool: GlooPool) -> None:
+    """Each rank had the value of its own share, and rank 0's was reported."""
+    alone = ranked(str(tmp_path / "alone"), collects=False)
+    assert gloo_pool.run(ranked, str(tmp_path / "together"), True, world=2) == pytest.approx([alone, alone])
+    with pytest.raises(Exception, match="add up what all ranks have seen"):
+        gloo_pool.run(ranked, str(tmp_path / "apart"), False, world=2)

@@ -276,7 +276,8 @@ class Tally:
         elif not isinstance(value, Tensor):
             raise DrivetrainError(
                 f"the metric {self._name!r} returned {type(value).__name__}, expected a tensor or a LossSum",
-                remedy="return a tensor (a mean over the batch, or an entry per item), or dt.LossSum(sum, count)",
+                remedy="return a tensor (a mean over the batch, or an entry per item), or dt.LossSum(sum, count); for "
+                "a figure of the whole set, such as AUC, an object with update(output, target), compute() and reset()",
             )
         elif value.dim() or not value.is_floating_point():
             total, count = value.detach(), value.numel()

@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -49,6 +50,7 @@ from drivetrain.loop.schedule import Plateau
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import Average, batch_norms, statistics_of
+from drivetrain.strategies.single import part_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Validation: the loss and the metrics over held-out samples, each counted once, on all ranks together.
@@ -80,6 +82,7 @@ class Validator:
         progress: Callable[[str, float], None] | None = None,  # called with the set's name and the part that is done
     ) -> None:
         self._progress, self._buffers = progress, _BufferWatch(world)
+        self._scalars: dict[str, Tensor] = {}  # what metrics that return a scalar returned for the newest batch
         self._computes_gradients = False  # whether the loss does, and so is measured with gradients on
         self._may_halve, self._eager = may_halve, eager
         self._prefix, self._on_device, self._compiled_loss = prefix, on_device, compiled_loss
@@ -129,6 +132,7 @@ class Validator:
                 words += f", {described(first.batch)}"
                 first = first._replace(batch=self._on_device(first.batch))
                 self._counted(lambda: [first], model, model)
+                self._tell_of_no_means(first)
             except DrivetrainError as error:
                 failure = DrivetrainError(f"{error.message}; it was tried on {words}", remedy=error.remedy)
                 failure.__cause__ = error
@@ -137,6 +141,33 @@ class Validator:
                 error.add_note(f"drivetrain: {words}, was tried before the first step")
                 return error
         return None
+
+    def _tell_of_no_means(self, micro: MicroBatch) -> None:
+        """Say which metrics are no mean over samples, after a trial: a mean over batches is not their value."""
+        names = [name for name, value in self._scalars.items() if not self._is_mean(name, value, micro)]
+        if names and self._world.is_main:
+            notice(
+                f"the metric {names[0]!r} is no mean over samples: a validation reports its mean over batches, which "
+                "depends on their size and on the number of devices. An object with update(output, target), compute() "
+                "and reset(), as in torchmetrics, sees the whole set"
+            )
+
+    def _is_mean(self, name: str, value: Tensor, micro: MicroBatch) -> bool:
+        """Return False if a metric's value of a batch differs from those of its parts together."""
+        output, count = self._output(self._outputs), micro.num_samples
+        cut = max(1, count // 3)
+        try:
+            with collecting(), torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                both = [
+                    [part_of(it, count, *ends) for it in (output, micro.batch)] for ends in ((0, cut), (cut, count))
+                ]
+                first, rest = (float(cast(Tensor, self._functions[name](*parts))) for parts in both)
+        except Exception:  # noqa: BLE001  (a batch that cannot be cut, or a part that the metric does not take)
+            return True
+        whole, together = value.item(), (cut * first + (count - cut) * rest) / count
+        tolerance = max(1e-5, 16 * torch.finfo(value.dtype).eps)
+        return math.isnan(whole) or math.isclose(whole, together, rel_tol=tolerance, abs_tol=1e-8)
 
     def _measure_set(self, set_name: str, loader: Loader, model: nn.Module, called: Any) -> dict[str, float]:
         counted: dict[str, Counted | None] = {}
@@ -162,7 +193,20 @@ class Validator:
         if parts:
             values = self._with_total(values, parts)
         for name, found in self._objects.items():
-            values |= flattened(name, self._computed(name, found))
+            values |= self._same_on_ranks(name, flattened(name, self._computed(name, found)))
+        return values
+
+    def _same_on_ranks(self, name: str, values: dict[str, float]) -> dict[str, float]:
+        """Return what a metric object computed, or raise if it did so for this rank's samples only. Collective."""
+        by_rank = self._world.gather([_or_none(value) for value in values.values()])
+        for rank, found in enumerate(by_rank):
+            pairs = zip(by_rank[0], found, strict=True)
+            if any(a != b and (a is None or b is None or not math.isclose(a, b, rel_tol=1e-5)) for a, b in pairs):
+                raise DrivetrainError(
+                    f"the metric {name!r} is {by_rank[0][0]} on rank 0 and {found[0]} on rank {rank}: it has to add up "
+                    "what all ranks have seen",
+                    remedy="in compute(), collect it with torch.distributed.all_gather_object; torchmetrics does so",
+                )
         return values
 
     def _followed(self, set_name: str, loader: Loader) -> Iterator[MicroBatch]:
@@ -263,6 +307,8 @@ class Validator:
                     remedy="it gets the model's output and the batch: try it on one batch by hand",
                 ) from error
             tallies[name].add(value, micro.num_samples)
+            if isinstance(value, Tensor) and value.is_floating_point() and not value.dim():
+                self._scalars[name] = value
         for name, found in self._objects.items():
             try:
                 found.update(output, _target(micro.batch))
