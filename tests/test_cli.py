@@ -368,6 +368,15 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert done.stdout.startswith("run:")
 
 
+@pytest.mark.parametrize("seeds", ["0-1", "0,00-7"])
+def test_a_range_is_no_number(seeds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pydantic drops zeros at the front: 0-1 was read as -1."""
+    assert main(["sweep", "digits", "--grid", "lr=0.1", "--seeds", seeds]) == 2
+    error = capsys.readouterr().err
+    assert f"--seeds (command line): got '{seeds}'" in error
+    assert "whole numbers, separated by commas" in error
+
+
 def test_a_line_stands_there_before_pytorch_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,6 +156,19 @@ def test_a_variant_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     assert result.best == {"lr": 0.1}
 
 
+def without_end(lr: float, seed: int) -> tuple[dt.Job, dt.Config]:
+    job, config = make(lr, seed)
+    return dataclasses.replace(job, epochs=0 if lr == 1 else 3), config
+
+
+def test_a_variant_that_cannot_be_configured_says_why(tmp_path: Path) -> None:
+    result = dt.sweep(without_end, {"lr": [1, 0.1]}, output_dir=tmp_path, quiet=True)
+    error = result.rows[0]["runs"]["0"]["error"]
+    assert "1 problem with the configuration: Job.epochs" in error
+    assert "remedy" in error
+    assert "\n" not in error
+
+
 def test_a_fork_without_a_change_is_the_same_run_to_the_bit(tmp_path: Path) -> None:
     job, config = make(0.1, 0)
     run = config.run.model_copy(update={"name": "trunk", "output_dir": tmp_path})
@@ -179,6 +192,7 @@ def test_a_fork_without_a_change_is_the_same_run_to_the_bit(tmp_path: Path) -> N
         ({"variants": []}, "no variants"),
         ({"variants": [{"lr": 1}, {"lr": 1}]}, "twice"),
         ({"seeds": [1, 1]}, "twice"),
+        ({"seeds": [-1]}, "at least 0"),
         ({"metric": "valid_thing"}, "less or more of valid_thing"),
         ({"halving": 1}, "halving"),
         ({"parallel": 0}, "processes"),
@@ -323,7 +337,7 @@ def test_the_command_on_a_script_from_a_file(
     Path("sweep.yaml").write_text("target: line.py\nseeds: [0, 1]\ngrid:\n  width: [1, 3]\n  lr: [0.1]\nname: widths\n")
     assert main(["sweep", "sweep.yaml", "--seeds", "3", "--no-auto-optimize"]) == 0
     told = capsys.readouterr().out
-    assert "sweep widths: 2 variants × 1 seeds of line.py" in told
+    assert "sweep widths: 2 variants × 1 seed of line.py" in told
     assert "cannot tell" in told
     assert main(["sweep", "sweep.yaml", "--seeds", "3", "--no-auto-optimize", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -28,7 +28,7 @@ import torch
 from drivetrain.api.training import train
 from drivetrain.config import Config
 from drivetrain.core.aims import Aim, Mode
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.processes import die_with_parent, pausing, restore_handler
 from drivetrain.core.run_folder import is_finished, read_rows, write_atomically
 from drivetrain.core.value import format_count, format_duration
@@ -220,6 +220,7 @@ def _check(spec: SweepSpec, limits: SweepLimits) -> None:
     problems = {
         "there are no variants": not spec.variants and not spec.search,
         "a variant is there twice": len({_key(each) for each in spec.variants}) < len(spec.variants),
+        "a seed is at least 0": any(seed < 0 for seed in spec.seeds),
         "a seed is there twice, or there is none": not spec.seeds or len(set(spec.seeds)) < len(spec.seeds),
         f"whether less or more of {spec.metric} is better is not known; give mode min or max": not aim.is_clear,
         "halving keeps one of two variants or more": spec.halving is not None and spec.halving < 2,
@@ -589,6 +590,14 @@ def _start_worker(numbers: Any, parallel: int, parent: int, start_method: str) -
         torch.set_num_threads(max(1, torch.get_num_threads() // parallel))
 
 
+def _on_a_line(error: Exception) -> str:
+    """Return an error on one line: its first one, or all of a list of problems."""
+    words = error.message if isinstance(error, DrivetrainError) else f"{type(error).__name__}: {error}"
+    lines = [line.strip() for line in words.splitlines()]
+    told = " ".join(" ".join(lines).split()) if isinstance(error, ConfigError) else lines[0]
+    return f"{told}; remedy: {error.remedy}" if isinstance(error, DrivetrainError) and error.remedy else told
+
+
 def run_task(task: SweepTask) -> Row:
     """Do one run, or what is left of it, and return what became of it."""
     began = time.monotonic()
@@ -616,9 +625,7 @@ def run_task(task: SweepTask) -> Row:
                 fork_run(Path(source), task.folder, int(at) if at else None)
             task.maker(task.settings, task.seed, go)
         except Exception as problem:  # noqa: BLE001 - a variant that fails does not end the others
-            error = f"{type(problem).__name__}: {problem}".splitlines()[0]
-            if isinstance(problem, DrivetrainError):
-                error = f"{problem.message}; remedy: {problem.remedy}".splitlines()[0]
+            error = _on_a_line(problem)
     value, step = _value(task)
     if value is None and not error and is_finished(task.folder):
         rows, _ = read_rows(task.folder / "metrics.jsonl")

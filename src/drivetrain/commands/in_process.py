@@ -39,7 +39,7 @@ from drivetrain.core.launchers import find_place
 from drivetrain.core.log import printable
 from drivetrain.core.plugins import RECIPES
 from drivetrain.core.run_folder import find_run, read_yaml
-from drivetrain.core.value import format_bytes, format_duration
+from drivetrain.core.value import format_bytes, format_count, format_duration
 from drivetrain.hardware import Hardware, detect
 from drivetrain.job import Job
 from drivetrain.plan.forecast import TimeForecast
@@ -350,7 +350,8 @@ def sweep_here(options: SweepOptions, resolved: Resolved) -> int:
     number = spec.trials if spec.search else len(spec.variants)
     quiet = options.as_json or resolved.config.watch.quiet
     say: Callable[[str], None] = (lambda text: None) if quiet else _say
-    say(f"sweep {spec.name}: {number} variants × {len(spec.seeds)} seeds of {maker.target}, by {spec.metric}")
+    seeds = format_count(len(spec.seeds), "seed")
+    say(f"sweep {spec.name}: {format_count(number, 'variant')} × {seeds} of {maker.target}, by {spec.metric}")
     result = run_sweep(maker, spec, limits, resolved.config.run.output_dir, say)
     if options.as_json:
         told = asdict(replace(result, comparison=None)) | {"folder": str(result.folder)}

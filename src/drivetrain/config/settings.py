@@ -175,9 +175,19 @@ class Setting:
         if _holds_bool(value) and not self.is_bool:
             raise ValueError("a boolean is not allowed here")  # pydantic would read True as 1
         try:
-            return self._adapter.validate_python(value)
+            found = self._adapter.validate_python(value)
         except ValidationError as error:
             raise ValueError(error.errors()[0]["msg"]) from None
+        if _is_misread(value, found):
+            raise ValueError("input should be a valid integer, unable to parse string as an integer")
+        return found
+
+
+def _is_misread(given: Any, found: Any) -> bool:
+    """Return whether a text is not the number it was read as: pydantic drops zeros at the front, so 0-1 becomes -1."""
+    if isinstance(given, list) and isinstance(found, (list, tuple)):
+        return any(map(_is_misread, given, found))
+    return isinstance(given, str) and isinstance(found, int) and "-" in given.strip()[1:]
 
 
 def _split(text: str) -> list[str]:
