@@ -9,7 +9,7 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.report.compare import compare
+from drivetrain.report.compare import _as_letters, compare
 from drivetrain.report.page import comparison_page
 from tests.report.test_page import CHROMIUM, HOSTILE, drawn, figures_of, in_browser
 
@@ -286,3 +286,21 @@ def test_the_page_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:
     assert all(seen["inked"])
     assert seen["after"] != seen["before"], "arrow keys move along the curve"
     assert seen["width"] <= seen["room"], "nothing is wider than the window"
+
+
+def test_how_a_run_was_begun_is_no_difference(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, 0, 1.0) for name in ("a", "b")]
+    (runs[1] / "config.yaml").write_text("checkpoint: {fresh: true, keep_last: 5}\n")
+    names = [name for name, _ in compare(runs).differences]
+    assert "config: checkpoint.keep_last" in names
+    assert "config: checkpoint.fresh" not in names
+    assert _as_letters(("None", "x", "y")) == ("not there", "version A", "version B")
+
+
+def test_the_verdict_is_said_where_the_page_cannot_be_written(tmp_path: Path, capsys: Any) -> None:
+    runs = [str(make_run(tmp_path / name, 0, 1.0)) for name in ("a", "b")]
+    (tmp_path / "file").write_text("")
+    assert main(["compare", *runs, "--out", str(tmp_path / "file" / "page.html")]) == 1
+    said = capsys.readouterr()
+    assert "cannot tell: all runs have one configuration" in said.out
+    assert "cannot be written" in said.err

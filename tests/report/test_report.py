@@ -19,11 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from drivetrain.cli import main
 from drivetrain.commands.monitor import state_of
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.goodput import stamp
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.core.value import format_duration
 from drivetrain.report import RunData, draw, summary, write_report
+from drivetrain.report.compare import compare
 from drivetrain.report.picture import _few_bars, _smoothed, _thinned
 from drivetrain.report.run_data import ending_in_words
 from tests import warm_python
@@ -273,8 +276,37 @@ def test_a_line_that_is_no_step_hides_no_other(copied: Path) -> None:
     assert write_report(copied) == ["2 damaged lines of steps.jsonl are left out"]
 
 
+def test_a_line_that_is_no_validation_hides_no_other(copied: Path) -> None:
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"valid_loss": 1.0}\n')
+    with (copied / "speed.jsonl").open("a") as file:
+        file.write('{"step": 1}\n')
+    assert write_report(copied) == [
+        "1 damaged lines of metrics.jsonl are left out",
+        "1 damaged lines of speed.jsonl are left out",
+    ]
+
+
+def test_records_that_end_too_early_are_said(copied: Path, capsys: Any) -> None:
+    """A run that is finished is not interrupted where its records were lost, and the report is written all the same."""
+    for name in ("steps", "events"):
+        rows = (copied / f"{name}.jsonl").read_bytes().splitlines(keepends=True)
+        (copied / f"{name}.jsonl").write_bytes(b"".join(rows[: len(rows) // 2]) + b'{"half": ')
+    (copied / "hardware.json").write_text('{"cpu": {"model": ')
+    assert main(["report", str(copied)]) == 1
+    said = capsys.readouterr().out
+    assert "steps.jsonl ends at step 15, and 30 were done: the rest is lost" in said
+    assert "hardware.json cannot be read and is left out: " in said
+    assert "expected" in said.partition("hardware.json")[2], "what is wrong, not only where"
+    assert f"written: {copied / 'report.html'}" in said
+    assert (copied / "performance_summary.txt").read_text().startswith("suite: finished")
+    with pytest.raises(DrivetrainError, match="the records of suite end at step 15, and 30 were done") as caught:
+        compare([copied, Path(shutil.copytree(copied, copied.with_name("other")))])
+    assert "--common" in caught.value.remedy
+
+
 def test_a_damaged_folder_is_said_and_raises_nothing(copied: Path) -> None:
-    (copied / "metrics.jsonl").write_text('{"valid_loss": 1.0}\n')
+    (copied / "plan.yaml").write_text("world_size: 1\n")
     problems = write_report(copied)
     assert len(problems) >= 2
     assert all("was not written" in text for text in problems)

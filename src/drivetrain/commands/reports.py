@@ -33,10 +33,20 @@ class ReportOptions(BaseModel):
 
 def run_report(options: ReportOptions, resolved: Resolved) -> int:
     folder = find_run(options.run, resolved.config.run.output_dir)
+    before = _written_at(folder / PAGE)
     problems = write_report(folder)
-    page = on_one_line(str(folder / PAGE))
-    print(printable("\n".join(problems)) or f"written: {page}, and the pictures and words beside it")
+    for problem in problems:
+        print(printable(problem))
+    if _written_at(folder / PAGE) != before:
+        print(f"written: {on_one_line(str(folder / PAGE))}, and the pictures and words beside it")
     return 1 if problems else 0
+
+
+def _written_at(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -94,12 +104,10 @@ def run_compare(options: CompareOptions, resolved: Resolved) -> int:
         output_dir=output_dir,
     )
     page = options.out or output_dir / "compare.html"
+    if not options.as_json:
+        print(printable(str(comparison)), flush=True)  # also where the page cannot be written
     write_page(comparison, page)
-    if options.as_json:
-        print(json.dumps(comparison.as_plain() | {"page": str(page)}))
-    else:
-        print(printable(str(comparison)))
-        print(f"\nwritten: {page}")
+    print(json.dumps(comparison.as_plain() | {"page": str(page)}) if options.as_json else f"\nwritten: {page}")
     return 1 if comparison.is_refused else 0
 
 

@@ -205,13 +205,7 @@ class RunFolder:
             )
         if changed:
             self._identity = identity
-            self.extension = Extension(recorded.get("num_steps"), identity.get("num_steps"), self._steps_finished())
-
-    def _steps_finished(self) -> int | None:
-        try:
-            return int(json.loads((self.path / _FINISHED).read_text(encoding="utf-8"))["steps"])
-        except (OSError, ValueError, LookupError, TypeError):
-            return None
+            self.extension = Extension(recorded.get("num_steps"), identity.get("num_steps"), steps_finished(self.path))
 
     def keep_extension(self) -> None:
         """Record the extension, once the run is known to go on: the folder holds an unfinished run from now on."""
@@ -345,6 +339,14 @@ def _in_words(changed: Sequence[tuple[str, Any, Any]]) -> str:
 
 def is_finished(path: Path) -> bool:
     return (path / _FINISHED).exists()
+
+
+def steps_finished(path: Path) -> int | None:
+    """Return the steps that a finished run did; None if it is not finished."""
+    try:
+        return int(json.loads((path / _FINISHED).read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def has_steps(path: Path) -> bool:

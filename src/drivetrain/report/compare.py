@@ -31,6 +31,7 @@ _NOT_LEARNED = (
     "data.pin_memory", "data.prefetch_factor", "data.resident", "compile.", "kernels.", "memory.",
 )  # fmt: skip
 _LEARNED = ("checkpoint.init_from", "distributed.sync_batchnorm")
+_OF_A_START = ("run.", "watch.", "checkpoint.fresh")  # how a run was begun and watched says nothing about it
 _OF_EVERY_RUN = ("name", "seed", "extensions")
 _WORDS_OF_A_RUN = ("--seed", "--name", "--run-name", "--output-dir", "--output", "--out")  # in the flags of a script
 _ORDER = ("num_samples", "shuffle", "order", "grouped by length")
@@ -288,6 +289,8 @@ def _refuse_without(runs: Sequence[RunOfArm], metric: str) -> None:
     for run in runs:
         if metric in run.data.metric_names:
             continue
+        if not run.data.steps:
+            raise DrivetrainError(f"{run.name} has no step yet", remedy="train it, or leave it out")
         if not run.data.metrics:
             raise DrivetrainError(
                 f"{run.name} has no validation: there is nothing to compare it by",
@@ -299,6 +302,12 @@ def _refuse_without(runs: Sequence[RunOfArm], metric: str) -> None:
 
 
 def _refuse_unfinished(runs: Sequence[RunOfArm]) -> None:
+    for run in runs:
+        if run.data.lost:
+            raise DrivetrainError(
+                f"the records of {run.name} end {run.data.lost}",
+                remedy="restore its steps.jsonl; or --common compares at the last point that all records have",
+            )
     unfinished = [run for run in runs if not is_finished(run.data.folder)]
     if unfinished:
         steps = [
@@ -621,7 +630,7 @@ def _shown_facts(run: RunOfArm) -> dict[str, Any]:
     others = {
         f"config: {key}": value
         for key, value in run.config.items()
-        if key.startswith(_NOT_LEARNED) and not key.startswith(("run.", "watch."))
+        if key.startswith(_NOT_LEARNED) and not key.startswith(_OF_A_START)
     }
     choices = run.data.plan.get("choices") or {}
     plan = {f"plan: {name}": it.get("value") for name, it in choices.items() if isinstance(it, dict)}
@@ -632,7 +641,7 @@ def _shown_facts(run: RunOfArm) -> dict[str, Any]:
 
 def _as_letters(values: Sequence[str]) -> tuple[str, ...]:
     """Return versions of code as letters: a hash tells a reader nothing but whether it is the same."""
-    known = list(dict.fromkeys(values))
+    known = [value for value in dict.fromkeys(values) if value != "None"]
     return tuple(
         "not there" if value == "None" else f"version {chr(ord('A') + known.index(value) % 26)}" for value in values
     )

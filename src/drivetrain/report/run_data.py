@@ -26,7 +26,7 @@ from drivetrain.core.goodput import (
 )
 from drivetrain.core.log import printable
 from drivetrain.core.metrics import RESERVED_NAMES
-from drivetrain.core.run_folder import is_finished, read_rows, read_yaml
+from drivetrain.core.run_folder import is_finished, read_rows, read_yaml, steps_finished
 from drivetrain.core.value import format_metric
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -79,7 +79,8 @@ class RunData:
     @classmethod
     def read(cls, folder: Path) -> "RunData":
         damage = list[str]()
-        metrics, events = _lines(folder / "metrics.jsonl", damage), _lines(folder / "events.jsonl", damage)
+        metrics = _lines(folder / "metrics.jsonl", damage, ("step",))
+        events, steps = _lines(folder / "events.jsonl", damage), _steps(folder, damage)
         last = next((row["event"] for row in reversed(events) if row.get("event") in (*STARTS, *ENDS)), "")
         goes_on = last not in ENDS and is_running(folder, events)  # the run itself writes its report after its end
         try:
@@ -92,10 +93,10 @@ class RunData:
             job=_yaml(folder / "job.yaml", damage),
             plan=_yaml(folder / "plan.yaml", damage),
             hardware=_yaml(folder / "hardware.json", damage),
-            steps=_lines(folder / "steps.jsonl", damage, NUMBERS_OF_A_STEP),
+            steps=steps,
             metrics=[row for row in metrics if TESTED not in row],
             tests=[row for row in metrics if TESTED in row],
-            speed=_lines(folder / "speed.jsonl", damage),
+            speed=_lines(folder / "speed.jsonl", damage, ("step", "phase_steps")),
             devices=_lines(folder / "gpu.jsonl", damage),
             events=events,
             attempts=_lines(folder / ATTEMPTS, damage),
@@ -116,6 +117,11 @@ class RunData:
         """The name of the run, and that of its job where it is another."""
         job = str(self.job.get("name") or self.name)
         return self.name if job == self.name else f"{self.name} ({job})"
+
+    @property
+    def lost(self) -> str:
+        """Where the records of a finished run end, if those of its last steps are lost; else empty."""
+        return _lost(self.folder, self.steps)
 
     @property
     def seconds_left(self) -> float | None:
@@ -268,9 +274,24 @@ def _yaml(path: Path, damage: list[str]) -> Row:
     except FileNotFoundError:
         return {}
     except (ValueError, yaml.YAMLError) as error:
-        damage.append(f"{path.name} cannot be read and is left out: {str(error).splitlines()[0]}")
+        why = getattr(error, "problem", None) or str(error).splitlines()[0]  # YAML's first line says only where
+        damage.append(f"{path.name} cannot be read and is left out: {why}")
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _steps(folder: Path, damage: list[str]) -> list[Row]:
+    steps = _lines(folder / "steps.jsonl", damage, NUMBERS_OF_A_STEP)
+    if lost := _lost(folder, steps):
+        damage.append(f"steps.jsonl ends {lost}: the rest is lost")
+    return steps
+
+
+def _lost(folder: Path, steps: Sequence[Row]) -> str:
+    done = steps_finished(folder)
+    if done is None or not steps or steps[-1]["step"] >= done:
+        return ""
+    return f"at step {steps[-1]['step']:,}, and {done:,} were done"
 
 
 def _lines(path: Path, damage: list[str], numbers: Sequence[str] = ()) -> list[Row]:
@@ -338,6 +359,8 @@ def ending_in_words(data: RunData) -> tuple[str, str]:
         return "stopped before its end", "Ctrl-C, at once"
     if kind in ("stopped by an error", "refused"):
         return ("refused" if kind == "refused" else "ended by an error"), error
+    if kind in STARTS and is_finished(data.folder):
+        return "finished", ""  # the event was lost
     if kind in ("finish", "stop"):
         return ("finished" if kind == "finish" else "stopped before its end"), str(last.get("because") or "")
     if data.is_running:
