@@ -178,6 +178,22 @@ def test_an_epochs_line_is_of_the_whole_epoch(capsys: Any) -> None:
     assert [line[2] for line in shown] == pytest.approx(whole, abs=1e-4)
 
 
+@pytest.mark.parametrize(("columns", "shown"), [(90, True), (70, False)])
+def test_a_warning_does_not_break_the_lines_of_a_terminal(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, columns: int, shown: bool
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(Progress, "start", lambda self: None)
+    console = RunConsole(4, 2, 0)
+    console.warn("validation-bound 44%")
+    for step in range(1, 5):
+        console.show(record(step, (step - 1) // 2, 0.5))
+    out = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out).splitlines()
+    assert len(out) == 2
+    assert all(("validation-bound 44%" in line) == shown for line in out)
+
+
 def test_epochs_of_unknown_length(capsys: Any) -> None:
     with RunConsole(None, None, 0) as console:
         for step, epoch in ((1, 0), (2, 0), (3, 1)):

@@ -11,6 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
@@ -328,8 +329,10 @@ class RunConsole:
             + "".join(f"{_name(name)} {total / items:.4g}   " for name, (total, items) in shown)
             + f"{rate:>9,.0f} samples/s"
             + (f"   {format_count(self._skipped, 'step')} skipped: not finite" if self._skipped else "")
-            + (f"   {self._warning}" if self._warning else "")
         )
+        told = f"{line}   {self._warning}" if self._warning else line
+        if not self._console.is_terminal or cell_len(told) <= self._console.width:  # the bar has it as well
+            line = told
         self._offer("epoch", record.step, line, asked=asked or self._has_few)
 
     def _is_line_due(self, step: int, now: float) -> bool:

@@ -79,7 +79,7 @@
       if (name !== "valid_loss" && isNumber(value)) fact(name.replace(/^valid_/, "").replaceAll("_", " "), short(value), row);
     }
     if (isNumber(run.samples_per_second)) fact("samples/s", short(run.samples_per_second), row);
-    if (isNumber(run.seconds_left)) fact("time left", span(run.seconds_left), row);
+    if (isNumber(run.seconds_left)) fact("time left", span(Math.max(1, run.seconds_left)), row);
     if (isNumber(run.goodput)) fact("goodput", `${(100 * run.goodput).toFixed(0)} %`, row);
     fact("checkpoint", run.checkpoint === null ? "none" : `step ${run.checkpoint.toLocaleString("en")}`, row);
     curve(run.losses, row, run.title);
