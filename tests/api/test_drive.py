@@ -1,5 +1,6 @@
 """A loop of one's own is as exact as `train`: the same bits on one process, the same to rounding on several."""
 
+import copy
 import difflib
 import functools
 import math
@@ -541,6 +542,50 @@ def test_what_is_wrong_with_a_loop_is_said(tmp_path: Path, name: str) -> None:
         loop(going)
     assert caught.value.remedy
     assert not torch.is_autocast_enabled("cpu")
+
+
+def q_learning(folder: Path, *, is_given: bool, last: int = 99) -> dict[str, Tensor]:
+    """A loop with a target network that follows the model: by the loop itself, or as one more model by a hook."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    target = copy.deepcopy(model).requires_grad_(False)
+
+    def follow(_: Any = None) -> None:
+        with torch.no_grad():
+            for ours, theirs in zip(target.parameters(), model.parameters(), strict=True):
+                ours.lerp_(theirs, 0.3)
+
+    models: Any = {"model": model, "target": target} if is_given else model
+    going = dt.drive(
+        models,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.randn(24, 3, dtype=torch.float64),
+        name="q",
+        global_batch=4,
+        epochs=2,
+        hooks=[dt.every(1, follow)] if is_given else [],
+        config=dt.configure(output_dir=folder, gpu_mode="cpu", report=False),
+    )
+    for batch in going:
+        going.backward((model(batch) - 1 - 0.9 * target(batch)).square().mean())
+        going.step()
+        if not is_given:
+            follow()
+        if going.steps == last:
+            break
+    return dict(model.state_dict())
+
+
+def test_a_target_network_that_the_loop_keeps_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resumed run began with the target of the first step."""
+    expected = q_learning(tmp_path / "kept", is_given=False)
+    told = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    assert len(told) == 1
+    assert "target changes with the steps" in told[0]
+    q_learning(tmp_path / "given", is_given=True, last=5)
+    found = q_learning(tmp_path / "given", is_given=True)
+    assert "no checkpoint holds" not in capsys.readouterr().out
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("micro_batch", [3, 8])

@@ -1,5 +1,6 @@
 """Habits of user code that go wrong in silence elsewhere: told, undone or refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,99 @@ def test_an_optimizer_that_clears_gradients_its_own_way_is_asked_to(tmp_path: Pa
 
     train(tmp_path, Model(), optimizer=optimizer)
     assert made[-1].num_cleared >= 6, "once for each step"
+
+
+def averaging() -> dt.Hook:
+    """A moving average in the closure of a hook, of torch's own class."""
+    average: dict[str, Any] = {}
+
+    def follow(context: dt.StepContext) -> None:
+        if not average:
+            average["model"] = torch.optim.swa_utils.AveragedModel(context.model)
+        average["model"].update_parameters(context.model)
+
+    return dt.every(1, follow)
+
+
+class Shadow(dt.Hook):
+    """A moving average in a list of tensors, written to behind the back of torch's counters."""
+
+    every = 1
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+
+    def __call__(self, context: dt.StepContext) -> None:  # type: ignore[override]
+        live = list(context.model.parameters())
+        self.weights = self.weights or [torch.zeros_like(weight) for weight in live]
+        for mine, weight in zip(self.weights, live, strict=True):
+            mine.data.lerp_(weight.data, 0.1)
+
+
+class Patient(dt.Hook):
+    every = 1
+
+    def __init__(self) -> None:
+        self.best, self.log = 1e9, list[float]()
+
+    def __call__(self, context: dt.StepContext) -> None:  # type: ignore[override]
+        self.best -= 1
+        self.log.append(context.loss)
+
+
+class Saved(Patient):
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.best = state["best"]
+
+
+class Reading(dt.Hook):
+    """Keeps nothing but a log, and what belongs to the model."""
+
+    every = 1
+
+    def __init__(self) -> None:
+        self.losses, self.model, self.scale = list[float](), None, 3.0
+
+    def __call__(self, context: dt.StepContext) -> None:  # type: ignore[override]
+        self.losses.append(context.loss)
+        self.model = context.model  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        (averaging, "averaging.<locals>.follow keeps average, which no checkpoint holds"),
+        (Shadow, "Shadow keeps weights, which no checkpoint holds"),
+        (Patient, "Patient keeps best, which no checkpoint holds"),
+        (Saved, ""),
+        (Reading, ""),
+    ],
+)
+def test_what_a_hook_keeps_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hook: Callable[[], dt.Hook], words: str
+) -> None:
+    train(tmp_path, Model(), hooks=[hook()])
+    told = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    assert len(told) == bool(words)
+    assert not words or words in told[0]
+
+
+def test_what_a_hook_of_the_optimizer_keeps_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resumed run scaled its gradients as the first steps did."""
+
+    def noisy(groups: Any) -> torch.optim.Optimizer:
+        optimizer, count = torch.optim.SGD(groups, lr=0.01), {"steps": 0}
+
+        def before(*_: Any) -> None:
+            count["steps"] += 1
+
+        optimizer.register_step_pre_hook(before)
+        return optimizer
+
+    train(tmp_path, Model(), optimizer=noisy)
+    told = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    assert len(told) == 1
+    assert "before keeps count, which no checkpoint holds" in told[0]

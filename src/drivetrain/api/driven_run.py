@@ -1,5 +1,6 @@
 """The parts of a run whose loop is the user's, and its steps with a closure: what `Drive` works with."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from drivetrain.core.metrics import LossSum, NamedLosses, StepOutcome, StepRecor
 from drivetrain.core.optimizers import JointOptimizer, closure_error, needs_closure, wants_gradients_first
 from drivetrain.core.precision import widened
 from drivetrain.core.run_folder import RunFolder
-from drivetrain.core.state import Shard, local_part
+from drivetrain.core.state import KeptWatch, Shard, local_part
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Position
@@ -28,7 +29,7 @@ from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.loader import Loader
 from drivetrain.job import LossFunction
 from drivetrain.loop.bad_numbers import refuse_unmoved
-from drivetrain.loop.trainer import Begun, Trainer
+from drivetrain.loop.trainer import COUNTED_STEPS, Begun, Trainer
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
 from drivetrain.plan.plan import PlannedRun
@@ -65,6 +66,9 @@ from drivetrain.strategies.turns import TurnsStrategy
 # The model is called by the loop, not by a strategy: the strategy's objective gets the loss that the loop computed. So
 # with several processes `run.model` is still the plain model, and DDP, which only watches the parameters, reduces loss
 # and count together with the gradients, as it does in `train`.
+
+
+_NO_LOOPS = ("drivetrain", "tqdm", "rich", "contextlib")  # packages whose frames are between a loop and its run
 
 
 @dataclass(frozen=True)
@@ -471,6 +475,34 @@ def step_with(
             remedy="call run.backward(loss) and run.step()",
         )
     return outcomes[0]._replace(stop=sum(outcome.stop for outcome in outcomes))
+
+
+class LoopWatch:
+    """Tells of modules that the loop keeps beside its run, and changes, such as a target network: nothing saves them.
+
+    Args:
+        model: The run's own.
+        say: Prints a line.
+    """
+
+    def __init__(self, model: nn.Module, say: Callable[[str], None]) -> None:
+        self._kept, self._say, self._num_looks = KeptWatch(model), say, 0
+
+    def look(self) -> None:
+        """Look at the variables of the loop before each of its first steps. Called by the generator of its batches."""
+        self._num_looks += 1
+        if self._num_looks > COUNTED_STEPS:
+            return
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NO_LOOPS:
+            frame = frame.f_back
+        names = self._kept.look_at_modules(frame.f_locals)
+        if names and self._num_looks == COUNTED_STEPS:
+            self._say(
+                f"  loop       {', '.join(names[:3])} changes with the steps, and no checkpoint holds it: a resumed "
+                "run begins anew with it. Give it to dt.drive as another model, by name, and change it in a hook, "
+                "dt.every(1, …), which runs before a checkpoint is written"
+            )
 
 
 class GradientWatch:

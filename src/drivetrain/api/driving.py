@@ -21,6 +21,7 @@ from drivetrain.api.driven_run import (
     Closure,
     DrivenRun,
     GradientWatch,
+    LoopWatch,
     as_computed,
     check_closure,
     refuse_closure,
@@ -514,7 +515,9 @@ class Drive:
     def _handed_out(self) -> Iterator[Any]:
         if self._driven.stopped_because:
             return  # it was stopped early, and then killed before it was finished
+        watch = LoopWatch(self._plain, self._driven.recorder.say)
         for place, micro_batches in self._trainer.steps():
+            watch.look()
             self._check_rates()
             self._begun = self._trainer.begin(place)
             self._rates = [group["lr"] for group in self._optimizer.param_groups]

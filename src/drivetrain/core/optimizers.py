@@ -203,6 +203,17 @@ def _lie_alike(parameter: Tensor, gradient: Tensor) -> bool:
     return parameter.stride() == gradient.stride() or parameter.numel() < 2
 
 
+def step_hooks_of(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return what the user registered to be called before and after each step."""
+    return [
+        hook
+        for member in members_of(optimizer).values()
+        for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        for hook in getattr(member, kind, {}).values()
+        if not getattr(hook, "__module__", "").startswith("drivetrain.")
+    ]
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's step requires a closure that computes the loss, as far as can be detected."""
     if wants_gradients_first(optimizer):

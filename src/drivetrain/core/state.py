@@ -1,7 +1,10 @@
 """The state of a model: named shards that checkpoints save and load, and a watch over which parameters it has."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol, cast
 
 import torch
@@ -136,6 +139,77 @@ class CountingWatch:
             for attribute, value in vars(module).items()
             if type(value) in (int, float) and not attribute.startswith("_")
         }
+
+
+_MOST_KEPT = 1000  # entries of a dictionary or list that are looked at
+
+
+class KeptWatch:
+    """Finds what functions of the user's keep between calls, outside of the model, and change.
+
+    Such as the moving average that a hook updates: in its attributes, its closure or a global. No checkpoint holds it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {id(it) for it in (*model.modules(), *model.parameters(), *model.buffers())}
+        self._before: dict[int, dict[str, Any]] = {}
+
+    def look(self, function: Any) -> list[str]:
+        """Return the names of what has changed since the last look at this function; none at the first look."""
+        return self._changed(id(function), _kept_by(function))
+
+    def look_at_modules(self, variables: Mapping[str, Any]) -> list[str]:
+        """Return the names of variables whose value is a module that has changed since the last look."""
+        return self._changed(0, [(name, it) for name, it in variables.items() if isinstance(it, nn.Module)])
+
+    def _changed(self, key: int, kept: Iterable[tuple[str, Any]]) -> list[str]:
+        now = {name: mark for name, value in kept if (mark := self._mark(value)) is not None}
+        before = self._before.get(key)
+        self._before[key] = now
+        return [] if before is None else [name for name, mark in now.items() if before.get(name, mark) != mark]
+
+    def _mark(self, value: Any, depth: int = 3, *, numbers: bool = True) -> Any:
+        """Return what changes whenever a value does; None for what is not looked at. The host waits for tensors."""
+        if isinstance(value, (int, float)):
+            return value if numbers else None
+        if id(value) in self._own or not depth:
+            return None
+        if isinstance(value, Tensor):
+            return value._version, value.shape, value.detach().sum(dtype=torch.float64).item() if _can_add(value) else 0
+        if isinstance(value, nn.Module):
+            parts: Any = value.state_dict(keep_vars=True)
+        elif isinstance(value, dict):
+            parts = dict(islice(value.items(), _MOST_KEPT))
+        elif isinstance(value, (list, tuple)):  # of anything else: a log
+            parts = dict(enumerate(value[:_MOST_KEPT])) if value and isinstance(value[0], (Tensor, nn.Module)) else {}
+        else:  # an object: its numbers may be those of a clock, or of a tracker
+            is_object = not (callable(value) or isinstance(value, ModuleType))
+            parts, numbers = getattr(value, "__dict__", {}) if is_object else {}, False
+        marks = {key: self._mark(it, depth - 1, numbers=numbers) for key, it in parts.items()}
+        return {key: mark for key, mark in marks.items() if mark is not None} or None
+
+
+def _can_add(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_complex() or tensor.is_meta or is_distributed(tensor))
+
+
+def _kept_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield by name what a function, a method or a callable object can keep something in."""
+    function = getattr(function, "_function", function)  # of a hook that `every` made
+    if isinstance(function, partial):
+        yield from function.keywords.items()
+        function = function.func
+    owner = getattr(function, "__self__", None if isinstance(function, FunctionType) else function)
+    if owner is not None:
+        yield from ((name, it) for name, it in getattr(owner, "__dict__", {}).items() if name != "every")
+    function = getattr(function, "__func__", function)
+    if isinstance(function, FunctionType):
+        code = function.__code__
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        yield from ((name, cell.cell_contents) for name, cell in cells if cell != CellType())
+        yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+        names = code.co_varnames[: code.co_argcount][-len(function.__defaults__ or ()) or code.co_argcount :]
+        yield from zip(names, function.__defaults__ or (), strict=True)
 
 
 class ParameterWatch:

@@ -14,7 +14,7 @@ from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, Ste
 from drivetrain.core.isolation import modes_of, set_modes
 from drivetrain.core.launchers import supervision
 from drivetrain.core.metrics import Media, collecting, media_of, on_host
-from drivetrain.core.state import put_away
+from drivetrain.core.state import KeptWatch, put_away
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
 from drivetrain.data.loader import Loader
@@ -118,6 +118,7 @@ class HookCalls:
         self._modules, self._has_told_of_modes = list(model.modules()), False
         self._planted: nn.Parameter | None = None
         self._has_planted = False
+        self._kept, self._num_looks = KeptWatch(model), dict[int, int]()
 
     def check(self, hook: Hook, step: int) -> None:
         """Let a hook look at the run before its first step, if it wants to."""
@@ -171,6 +172,8 @@ class HookCalls:
             attributes = self._data.attributes() if is_watched else {}
             with supervision.in_phase(phase), collecting(copies=self._world.is_main) as logged:
                 verdicts.append(hook(context) or Verdict())
+            if phase == "hooks":
+                self._look_at_state(hook)
             if attributes and (words := self._data.judge(attributes, hook)):
                 self._recorder.event("data", notes=[words])
                 self._recorder.say(f"  data       {words}")
@@ -224,6 +227,19 @@ class HookCalls:
                 "a hook has changed gradients: the step that they are of is done, and the next one clears them",
                 remedy="Job(clip_norm=…) clips them; anything else can be done in "
                 "optimizer.register_step_pre_hook, in the function that makes the optimizer",
+            )
+
+    def _look_at_state(self, hook: Hook) -> None:
+        """Say once, after its second call, what a hook keeps that no checkpoint holds."""
+        looks = self._num_looks[id(hook)] = self._num_looks.get(id(hook), 0) + 1
+        if looks > 2 or isinstance(hook, ChecksFirst) or type(hook).state_dict is not Hook.state_dict:
+            return  # it can take its state up again
+        names = self._kept.look(hook)
+        if names:
+            self._recorder.say(
+                f"  hooks      {_name(hook)} keeps {', '.join(names[:3])}, which no checkpoint holds: a resumed run "
+                "begins anew with it. Tensors belong into the model, as a frozen part or a buffer (Job(ema=…) keeps an "
+                "average), numbers into state_dict and load_state_dict of a dt.Hook"
             )
 
     def _tell_of_modes(self, hook: Hook) -> None:

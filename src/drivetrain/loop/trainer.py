@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from drivetrain.core.hook import Hook, Rehearsal
 from drivetrain.core.launchers import supervision
 from drivetrain.core.metrics import StepOutcome, StepRecord
-from drivetrain.core.state import CountingWatch
+from drivetrain.core.optimizers import step_hooks_of
+from drivetrain.core.state import CountingWatch, KeptWatch
 from drivetrain.core.world import World
 from drivetrain.data.division import Place, Stretch
 from drivetrain.data.loader import Loader, MicroBatch
@@ -161,6 +162,7 @@ class Trainer:
         given = model, optimizer, world, folder, recorder, stepper, validation, average, rehearsal
         self._hook_calls = HookCalls(*given, check_model, freezer, loader)
         self._counting, self._say = CountingWatch(model), recorder.say
+        self._kept, self._optimizer_hooks = KeptWatch(model), step_hooks_of(optimizer)
         self._first_step, self._validation, self._average = first_step, validation, average
         self._before_step, self._set_loss_weights = before_step, set_loss_weights
         self._norms, self._retry = norms, retry
@@ -329,6 +331,13 @@ class Trainer:
                 f"  model      {', '.join(names[:3])} changes with every step, and is not in model.state_dict(): if it "
                 "affects the outputs, a resumed run differs. Keep it with register_buffer"
             )
+        for hook in self._optimizer_hooks:
+            kept = self._kept.look(hook)
+            if kept and num_done == COUNTED_STEPS:
+                self._say(
+                    f"  optimizer  its hook {getattr(hook, '__qualname__', hook)} keeps {', '.join(kept[:3])}, which "
+                    "no checkpoint holds: a resumed run begins anew with it. Attributes of the optimizer are saved"
+                )
 
     def _go_on(self) -> Iterator[StepRecord]:
         """Enqueue the steps after the last one that neither hook nor checkpoint waits for, and yield due records."""

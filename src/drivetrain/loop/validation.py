@@ -263,7 +263,7 @@ class Validator:
         seed_validation(self._job.seed)
         most, outputs = 0, self._outputs
         stance = torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
-        gradients = torch.set_grad_enabled(self._computes_gradients)
+        gradients = torch.enable_grad() if self._computes_gradients else torch.no_grad()
         with evaluating(model), gradients, recording_outputs(called, outputs), stance:
             for micro in batches:
                 outputs.clear()
