@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
 import drivetrain as dt
 from drivetrain import DrivetrainError, Job
@@ -533,6 +533,63 @@ class Curriculum(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return INPUTS[index] * (1 + self.epoch), LABELS[index]
+
+
+def test_a_collate_function_that_leaves_items_out_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mean over the rest counted as one over all, and so depended on the micro-batch."""
+
+    def collate(items: list[Any]) -> Any:
+        return default_collate([item for item in items if item[1] >= 0])
+
+    labels = LABELS.clone()
+    labels[18] = -1
+    job = job_of(data=list(zip(INPUTS, labels, strict=True)), collate=collate, shuffle=False)
+    weights_of(job, tmp_path)
+    told = [line for line in capsys.readouterr().err.splitlines() if "the collate function returned a batch of" in line]
+    assert len(told) == 1
+    assert "of 1 rows for 2 items" in told[0] or "of 2 rows for 3 items" in told[0]
+
+
+class CountedOrder(Sampler[int]):
+    """Shuffles by a counter of its own, which no checkpoint holds."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        yield from torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+class KeyedOrder(CountedOrder):
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize(("sampler", "count"), [(CountedOrder, 1), (KeyedOrder, 0)])
+def test_a_sampler_that_does_not_go_on_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sampler: Callable[[], Sampler[int]], count: int
+) -> None:
+    """After an interruption in the second epoch, samples came twice or not at all."""
+    is_first = [True]
+
+    def fail_once(context: dt.StepContext) -> None:
+        if context.step == 5 and is_first.pop():
+            raise KeyboardInterrupt
+
+    def job() -> Job:
+        loader = DataLoader(TensorDataset(INPUTS, LABELS), batch_size=BATCH, sampler=sampler())
+        return job_of(data=loader, global_batch=None, hooks=[dt.every(1, fail_once)], checkpoint_every=1)
+
+    with pytest.raises(KeyboardInterrupt):
+        weights_of(job(), tmp_path)
+    is_first.extend([False] * 9)
+    weights_of(job(), tmp_path)
+    told = [line for line in capsys.readouterr().err.splitlines() if "does not yield what it did before" in line]
+    assert len(told) == count
 
 
 def test_a_data_set_is_told_its_epoch(tmp_path: Path) -> None:

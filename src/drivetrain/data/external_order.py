@@ -13,12 +13,14 @@ import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.log import notice
 from drivetrain.core.world import World
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import Indices, Place, Position, key_of
@@ -124,17 +126,27 @@ class SamplerEntries:
 
     def __init__(self, sampler: Iterable[Any], seed: int, *, in_batches: bool = False) -> None:
         self._sampler, self._seed, self._in_batches = sampler, seed, in_batches
+        self._mark = 0  # of the entries of the epoch that were read so far
 
     def begin(self, epoch: int, start: int, state: Any) -> Iterator[Any]:
         entries = self._read(epoch)
-        done = 0
+        self._mark = done = 0
         while done < start:  # only numbers are skipped; no item is fetched for it
             try:
                 entry = next(entries)
             except StopIteration:
                 return
+            self._mark = crc32(repr(entry).encode(), self._mark)
             done += len(entry) if self._in_batches else 1
-        yield from entries
+        if start and state not in (None, self._mark):
+            notice(
+                f"the sampler ({type(self._sampler).__name__}) does not yield what it did before the interruption: "
+                f"some samples of epoch {epoch} come twice, and some not at all. Its order has to follow from its "
+                "draws and from set_epoch(epoch) alone, and not from a counter or from what training has changed"
+            )
+        for entry in entries:
+            self._mark = crc32(repr(entry).encode(), self._mark)
+            yield entry
 
     def _read(self, epoch: int) -> Iterator[Any]:
         key = key_of(self._seed, epoch)
@@ -168,7 +180,7 @@ class SamplerEntries:
             torch.set_rng_state(before[2])
 
     def state(self) -> Any:
-        return None
+        return self._mark
 
     def nothing(self, epoch: int) -> DrivetrainError:
         return DrivetrainError(

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from drivetrain.core.errors import DrivetrainError, returned
+from drivetrain.core.log import notice
+from drivetrain.data.batch import leaves
 from drivetrain.data.division import key_of
 
 Collate = Callable[[list[Any]], Any]
@@ -166,11 +168,15 @@ def _number_of(sample: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(sample).encode(), digest_size=8).digest(), "little")
 
 
+_LEAVE_OUT = "Samples that cannot be read are better left out of the data set: torch.utils.data.Subset(dataset, good)"
+
+
 class Collated:
     """A collate function whose errors tell what they are about."""
 
     def __init__(self, collate: Collate) -> None:
         self.collate = collate
+        self._had_rows: bool | None = False  # whether the batches so far had a row per item; None: it was told
 
     def __call__(self, items: list[Any]) -> Any:
         try:
@@ -183,14 +189,29 @@ class Collated:
             trace = "\n" + "".join(traceback.format_exception(error)).rstrip() if is_own else ""
             name = getattr(self.collate, "__name__", type(self.collate).__name__)
             kinds = ", ".join(sorted({type(item).__name__ for item in items}))
+            remedy = "items of unequal shapes or kinds need a collate function of your own: Job(collate=...)"
             raise ItemError(
                 f"{name} could not make a batch of {len(items)} items ({kinds}): {type(error).__name__}: {error}\n"
-                "  remedy: items of unequal shapes or kinds need a collate function of your own: Job(collate=...)"
-                f"{trace}"
+                f"  remedy: {f'it gets any number of items, also one. {_LEAVE_OUT}' if is_own else remedy}{trace}"
             ) from (error if is_own else None)
         if batch is None:
-            raise ItemError(f"the collate function {returned(batch)}\n  remedy: return the batch")
+            raise ItemError(f"the collate function {returned(batch)}\n  remedy: return the batch. {_LEAVE_OUT}")
+        if self.collate is not default_collate:
+            self._look_at_rows(batch, len(items))
         return batch
+
+    def _look_at_rows(self, batch: Any, num_items: int) -> None:
+        """Tell once of a function that leaves items out: a mean over the rest is taken for one over all items."""
+        rows = {len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+        if self._had_rows and len(rows) == 1 and max(rows) < num_items:
+            self._had_rows = None
+            notice(
+                f"the collate function returned a batch of {max(rows)} rows for {num_items} items: unless the loss is "
+                f"a dt.LossSum(sum, count), it counts as a mean over {num_items}, and depends on the micro-batch. "
+                f"{_LEAVE_OUT}"
+            )
+        elif rows == {num_items} and num_items > 1 and self._had_rows is not None:
+            self._had_rows = True
 
 
 class Columns(Dataset[dict[str, Tensor]]):
