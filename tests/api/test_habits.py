@@ -1,10 +1,12 @@
 """What people bring from loops of their own: it trains as their loop does, or is refused or reported in words."""
 
 import copy
+import io
 import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +351,18 @@ def test_state_that_each_forward_changes_keeps_the_division(
     assert why.startswith("each forward pass changes")
     assert name in why
     assert notes == []
+
+
+def lines_of_a_table(folder: str) -> str:
+    with redirect_stdout(io.StringIO()) as printed:
+        weights_of(job_of(model=Tallying), Path(folder))
+    return printed.getvalue()
+
+
+def test_buffers_of_other_processes_are_not_lost_in_silence(tmp_path: Path, gloo_pool: GlooPool) -> None:
+    words = "all go on with those of rank 0"
+    assert words not in lines_of_a_table(str(tmp_path / "one"))
+    assert words in gloo_pool.run(lines_of_a_table, str(tmp_path / "two"), world=2)[0]
 
 
 def test_parameters_of_the_loss_are_not_left_out_in_silence(tmp_path: Path) -> None:

@@ -447,6 +447,11 @@ def tell_weighting(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
             f"{weighting.holds_division}: what is learned depends on the micro-batch, which stays at {size}; more "
             f"than {most} device{'s' if most > 1 else ''} would have to make it smaller ({remedy})"
         )
+        if run.world.size > 1 and weighting.holds_division.startswith("each forward pass"):
+            lines.append(
+                "each process changes its own buffers, and all go on with those of rank 0: what the samples of other "
+                "processes changed is lost (reduce it over ranks in forward, or change it in a hook)"
+            )
     notes = list(dict.fromkeys(note for own in weightings.values() for note in own.notes))
     lines += notes
     if lines:
