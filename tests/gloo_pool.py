@@ -206,6 +206,7 @@ def _rank_main(rank: int, connection: Connection, traces: str) -> None:
     import torch.distributed as dist
 
     die_with_parent()
+    os.setsid()  # Ctrl-C is for pytest, which ends the ranks
     # As in a process that somebody started by hand: children, such as loader workers, are forked.
     multiprocessing.set_start_method("fork", force=True)
     with Path(traces).open("w", encoding="utf-8") as file:

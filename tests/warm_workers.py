@@ -8,6 +8,7 @@ process that collected, and ends when its worker does.
 """
 
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -45,6 +46,7 @@ def specification(cleanup: Callable[[Callable[[], None]], None]) -> str:
 
 def be_python(words: list[str]) -> None:
     """Let a worker be forked that runs these words with the streams of this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, pytest-xdist ends its workers itself
     with socket.socket(socket.AF_UNIX) as asking:
         asking.connect(os.environ[ADDRESS])
         socket.send_fds(asking, [words[-1].encode()], [0, 1, 2])
