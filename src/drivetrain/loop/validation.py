@@ -1,5 +1,6 @@
 """Validation on all ranks together, and batch-norm statistics anew for weights that no step has trained."""
 
+import copy
 import math
 import time
 import warnings
@@ -159,10 +160,11 @@ class Validator:
         try:
             with collecting(), torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
+                metric = copy.deepcopy(self._functions[name])  # an object may count its calls
                 both = [
                     [part_of(it, count, *ends) for it in (output, micro.batch)] for ends in ((0, cut), (cut, count))
                 ]
-                first, rest = (float(cast(Tensor, self._functions[name](*parts))) for parts in both)
+                first, rest = (float(cast(Tensor, metric(*parts))) for parts in both)
         except Exception:  # noqa: BLE001  (a batch that cannot be cut, or a part that the metric does not take)
             return True
         whole, together = value.item(), (cut * first + (count - cut) * rest) / count
