@@ -22,7 +22,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.value import Value
@@ -154,10 +154,16 @@ def literal_facts(source: Path, attribute: str, kind: type[V], *inner: type[Valu
         kind: what is made of each call; arguments that are no fields of it, or no literals, are left out.
         inner: values whose calls may stand inside the arguments, such as `Conflict(…)`.
     """
-    return tuple(_made(call, kind, inner) for call in _calls(source, attribute))
+    return cast(tuple[V, ...], _literal_facts(source, attribute, kind, inner))
 
 
 @cache
+def _literal_facts(
+    source: Path, attribute: str, kind: type[Value], inner: tuple[type[Value], ...]
+) -> tuple[Value, ...]:
+    return tuple(_made(call, kind, inner) for call in _calls(source, attribute))
+
+
 def _calls(source: Path, attribute: str) -> tuple[ast.Call, ...]:
     for node in _statements(source.read_text(encoding="utf-8"), attribute):
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:

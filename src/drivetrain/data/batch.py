@@ -8,7 +8,7 @@ one it weights its loss.
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -132,6 +132,19 @@ class Count(Value):
         if self.kind == "numel":
             return float(_num_positions(_cut(_at(batch, self.path), self.part)))
         return float(self.of(batch))
+
+    def numbers(self, batches: Sequence[Any]) -> list[float]:
+        """Count the items of each of several batches on the host, at once if their tensors have one shape and dtype."""
+        tensors = [_at(batch, self.path) for batch in batches]
+        if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
+            return [self.number(batch) for batch in batches]
+        if self.kind == "numel":
+            return [self.number(batches[0])] * len(batches)
+        rows = torch.stack([_cut(tensor, self.part) for tensor in tensors] if self.kind == "unequal" else tensors)
+        if self.kind == "unequal":
+            return (rows != self.ignored).flatten(1).sum(1).double().tolist()
+        totals = rows.flatten(1).sum(1, dtype=torch.float64 if rows.is_floating_point() else torch.int64).double()
+        return (totals if self.part == "all" else totals - tensors[0].numel()).tolist()
 
     def is_in(self, batch: Any) -> bool:
         """Tell whether a batch has the tensor: collate functions may leave one out."""

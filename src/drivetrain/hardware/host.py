@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Generic, TypeVar
 
@@ -87,6 +88,11 @@ def read_mounts(root: Path = Path("/")) -> tuple[Mount, ...]:
         text = (root / "proc/self/mountinfo").read_text(errors="surrogateescape")
     except OSError:
         return ()
+    return _parsed(text)
+
+
+@lru_cache(maxsize=4)  # the text is read anew each time, and seldom another one
+def _parsed(text: str) -> tuple[Mount, ...]:
     return tuple(parse_mountinfo(text.splitlines()))
 
 

@@ -1,11 +1,11 @@
 """Validation on all ranks together, and batch-norm statistics anew for weights that no step has trained."""
 
-import copy
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -160,7 +160,7 @@ class Validator:
         try:
             with collecting(), torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                metric = copy.deepcopy(self._functions[name])  # an object may count its calls
+                metric = deepcopy(self._functions[name])  # an object may count its calls
                 both = [
                     [part_of(it, count, *ends) for it in (output, micro.batch)] for ends in ((0, cut), (cut, count))
                 ]

@@ -142,8 +142,9 @@ class RunConsole:
 
     def say(self, text: str, bold: str = "") -> None:
         """Print a line as it is: what looks like markup is a part of somebody's name. `bold` stands before it."""
-        line = Text.assemble((printable(bold), "bold"), printable(text))
-        if not log(line.plain.strip(), logging.DEBUG if self._quiet else logging.INFO):
+        head, rest = printable(bold), printable(text)
+        if not log(f"{head}{rest}".strip(), logging.DEBUG if self._quiet else logging.INFO) and not self._quiet:
+            line = Text.assemble((head, "bold"), rest)
             # Lines are not wrapped unless on a terminal: logs are searched.
             self._shown(lambda: self._console.print(line, soft_wrap=not self._console.is_terminal))
 

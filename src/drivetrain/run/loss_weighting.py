@@ -35,6 +35,7 @@ FEWEST_SAMPLES, MOST_SAMPLES = 10, 16
 FEWEST_CUT = 4  # samples of a batch that can only be cut, not made anew
 MOST_LOOKS = 4  # at later batches
 MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for some that differ in what they count
+FETCHED_AT_ONCE = 8  # of these, after the first
 SAMPLES_AT_ONCE, LOOK_AT_ALL_SECONDS = 4096, 1.0  # of data that is in memory
 MOST_WEIGHTS_ON_CPU = 100_000_000  # of a sharded model, which rank 0 has whole in host memory
 _PROBE_EPOCH = 2**48  # keys what items draw at random while they are looked at: an epoch that no run reaches
@@ -230,9 +231,9 @@ def _parts_by_number(run: Session, numbers: Sequence[int]) -> Parts:
     with generators_kept():
         items: list[Any] = []
         began = time.perf_counter()
-        for number in numbers:
-            items += source.__getitems__([(_PROBE_EPOCH, number)])
-            if len(items) >= wanted and time.perf_counter() - began > LOOK_SECONDS:
+        for first, last in pairwise([0, *range(wanted, len(numbers), FETCHED_AT_ONCE), len(numbers)]):
+            items += source.__getitems__([(_PROBE_EPOCH, number) for number in numbers[first:last]])
+            if time.perf_counter() - began > LOOK_SECONDS:
                 break
         while len(items) < FEWEST_SAMPLES:
             items += items
@@ -248,8 +249,10 @@ def _parts_by_number(run: Session, numbers: Sequence[int]) -> Parts:
 
 def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
     """Choose items that differ in what they count, those with the least first, so that counts can be told apart."""
-    counts = [count for count in candidates(alone[0]) if all(map(count.is_in, alone))]
-    columns = {count: [count.number(batch) for batch in alone] for count in counts}
+    offered = candidates(alone[0])
+    common = {path for path, count in {count.path: count for count in offered}.items() if all(map(count.is_in, alone))}
+    counts = [count for count in offered if count.path in common]
+    columns = {count: count.numbers(alone) for count in counts}
     labels = [columns[count] for count in counts if count.kind == "unequal" and count.ignored in (IGNORE_INDEX, 0)]
     labels = [column for column in labels if any(column)]
     # The loss of samples that have no label at all may be 0/0: they come last, and no part has only these.
