@@ -287,7 +287,7 @@ class Planned:
     def __call__(self, output: Tensor, batch: Any) -> Tensor:
         value = self.values[self.seen]
         self.seen += 1
-        return torch.tensor([value], dtype=torch.float64)  # of one item: a scalar would be tried in parts, too
+        return torch.tensor(value, dtype=torch.float64)
 
 
 PLATEAUS: dict[str, tuple[Any, Callable[[Optimizer], torchs.ReduceLROnPlateau]]] = {
