@@ -142,6 +142,7 @@ class CountingWatch:
 
 
 _MOST_KEPT = 1000  # entries of a dictionary or list that are looked at
+_MOST_ADDED = 10**7  # numbers of a tensor: a whole data set takes seconds
 
 
 class KeptWatch:
@@ -190,6 +191,8 @@ class KeptWatch:
 
 
 def _can_add(tensor: Tensor) -> bool:
+    if tensor.numel() > _MOST_ADDED:
+        return False
     return tensor.layout == torch.strided and not (tensor.is_complex() or tensor.is_meta or is_distributed(tensor))
 
 
