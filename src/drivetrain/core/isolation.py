@@ -1,5 +1,6 @@
 """Runs something beside the training without a trace: generators, memory, modes and buffers are as before."""
 
+import copy
 import gc
 import random
 import sys
@@ -118,6 +119,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         set_modes(modes)
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy of a model, also of one with sparse buffers: torch cannot copy those of every layout."""
+    sparse = {id(buffer): buffer.detach().clone() for buffer in model.buffers() if buffer.layout is not torch.strided}
+    return copy.deepcopy(model, sparse)
+
+
 @contextmanager
 def buffers_kept(model: nn.Module, only: Collection[str] | None = None) -> Iterator[None]:
     """Undo on exit what is done to the model's buffers, in place or by putting others there; or `only` to some."""
@@ -125,7 +132,8 @@ def buffers_kept(model: nn.Module, only: Collection[str] | None = None) -> Itera
         (module._buffers, name, buffer, buffer.detach().clone())
         for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None and (only is None or f"{path}.{name}".lstrip(".") in only)
+        if buffer is not None and buffer.layout is torch.strided  # a sparse one is taken for a constant
+        if only is None or f"{path}.{name}".lstrip(".") in only
     ]
     try:
         yield

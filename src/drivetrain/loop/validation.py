@@ -371,7 +371,8 @@ class _BufferWatch:
             for path, module in model.named_modules()
             for held in (module._buffers, module._parameters)
             for name, tensor in held.items()
-            if tensor is not None and (held is module._buffers or id(tensor) in followers)
+            if tensor is not None and tensor.layout is torch.strided  # a sparse buffer is taken for a constant
+            if held is module._buffers or id(tensor) in followers
             if self._names is None or ".".join(filter(None, (path, name))) in self._names
         }
         with attributes_kept(model):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from drivetrain.core.isolation import EagerDispatchMode
+from drivetrain.core.isolation import EagerDispatchMode, buffers_kept
 from drivetrain.core.metrics import Logged
 from drivetrain.hardware import Hardware, Rate
 from drivetrain.plan.fitting import flops_of
@@ -462,11 +462,10 @@ def count_apart(
     Everything runs eagerly here: the operations inside of compiled code cannot be counted.
     Gradients are not kept, buffers are restored. Every rank must take part: the model may communicate.
     """
-    before = [buffer.detach().clone() for buffer in model.buffers()]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     count = FlopCount()
     try:
-        with count:
+        with buffers_kept(model), count:
             with around or nullcontext():
                 result = loss(model, batch)
             if isinstance(result, Logged):
@@ -477,10 +476,6 @@ def count_apart(
             torch.autograd.grad(total, trained, allow_unused=True)
     except Exception:  # noqa: BLE001 - the trial that follows says what is wrong, if anything is
         return 0
-    finally:
-        with torch.no_grad():
-            for buffer, saved in zip(model.buffers(), before, strict=True):
-                buffer.copy_(saved)
     return count.total
 
 

@@ -102,8 +102,19 @@ def without_memory(model: nn.Module, make: Callable[[Tensor], Tensor] | None = N
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' storages: a storage that two of them share counts once."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    storages = {part.untyped_storage()._cdata: part.untyped_storage() for tensor in tensors for part in _dense(tensor)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors with storage that a tensor consists of: a sparse one has its values and their indices."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _tensors(state: Any) -> Iterable[Tensor]:
@@ -217,7 +228,7 @@ class _Live(EagerDispatchMode):
         self.current, self.peak, self.flops, self.num_operations = 0, 0, 0, 0
         self.module = ""  # whose forward runs
         self.by_module: Counter[str] = Counter()
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._known = {part.untyped_storage()._cdata for tensor in known for part in _dense(tensor)}
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -233,6 +244,8 @@ class _Live(EagerDispatchMode):
         return result
 
     def _note(self, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return  # its parts are noted where they are made
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known or key in self._seen:

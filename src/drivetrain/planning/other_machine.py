@@ -28,7 +28,7 @@ from drivetrain.plan.plan import Forecast, Plan
 from drivetrain.report.run_data import RunData
 from drivetrain.run.job_settings import of_asked_length, refuse_other_batch
 from drivetrain.run.memory import needs_of
-from drivetrain.run.model_factory import checked, couples_samples, make_model, refuse_lazy
+from drivetrain.run.model_factory import checked, couples_samples, make_model, refuse_lazy, refuse_sparse
 
 ACCURACY = (
     "memory is that of an eager step, by counting its tensors on shapes alone; compiled steps take less, and what "
@@ -459,6 +459,7 @@ def _model_and_needs(
         torch.manual_seed(job.seed)
         made = make_model(made, here.memory.total_bytes)
     refuse_lazy(made)
+    refuse_sparse(made)
     model = made.train()
     return model, needs_of(job, model, precision, at_most, limit_bytes)
 

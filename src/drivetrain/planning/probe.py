@@ -7,7 +7,6 @@ that takes the process with it, the next start finds the line and leaves that wa
 How long fetching takes is measured by really reading some batches; by that it is decided how samples reach the device.
 """
 
-import copy
 import json
 import math
 import os
@@ -27,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.isolation import generators_kept, is_out_of_memory, untouched
+from drivetrain.core.isolation import copied, generators_kept, is_out_of_memory, untouched
 from drivetrain.core.metrics import LossSum, logging_loss
 from drivetrain.core.optimizers import Turn
 from drivetrain.core.precision import Precision
@@ -258,7 +257,7 @@ class StepProbe:
 
     def _copy(self, way: StepWay) -> nn.Module:
         """Return a copy of the model, prepared for a way of running a step."""
-        model = copy.deepcopy(self._model)
+        model = copied(self._model)
         forget_compiled(model)
         use_fp8(model, Precision(way.precision, self._world.device.type).fp8)
         if way.channels_last:

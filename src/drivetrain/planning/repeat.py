@@ -5,7 +5,6 @@ fresh process gets the job as a restart would: it runs the target again (the rec
 its first `dt.train`). It has its own empty compile caches, since kernels are chosen by timing when they are compiled.
 """
 
-import copy
 import gc
 import json
 import os
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.isolation import untouched
+from drivetrain.core.isolation import copied, untouched
 from drivetrain.core.launchers import CHANNEL, without_launcher
 from drivetrain.core.precision import as_real
 from drivetrain.core.world import World, synchronize
@@ -113,7 +112,7 @@ class FirstSteps:
         first = loader.first(job.max_steps, job.epochs)
         parts = assemble(
             run,
-            prepare_model(run, copy.deepcopy(self._built)),
+            prepare_model(run, copied(self._built)),
             trial_of(run, first.batch, first.num_samples),
             division,
             make_strategy=lambda: SingleStrategy(world),

@@ -1,6 +1,5 @@
 """Trials on copies of the model, beside those of `probe`: batch sizes that double, and a model that ranks share."""
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.isolation import copied
 from drivetrain.core.state import is_distributed, local_part
 from drivetrain.core.world import World, synchronize
 from drivetrain.data.division import Division
@@ -240,7 +240,7 @@ class ShardedProbe(StepProbe):
         graphs = num_graphs() if way.compile_mode else 0
         run = self._session.trying(way)
         with run.numerics():
-            prepared = prepare_model(run, copy.deepcopy(self._model))
+            prepared = prepare_model(run, copied(self._model))
             began = time.perf_counter()
             parts = assemble(
                 run,

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from drivetrain.core.hook import settlement_of
 from drivetrain.core.isolation import (
     EagerDispatchMode,
+    copied,
     frozen_to_copy,
     model_kept,
     own_attributes,
@@ -173,7 +174,7 @@ def _kept_in_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         if isinstance(module, _BatchNorm) or type(module).__module__.split(".")[0] in ("drivetrain", "torchmetrics"):
             continue
-        buffers = list(module.named_buffers(recurse=False))
+        buffers = [(name, it) for name, it in module.named_buffers(recurse=False) if it.layout is torch.strided]
         frozen = [(name, weight) for name, weight in module.named_parameters(recurse=False) if id(weight) in followers]
         for name, tensor in (*buffers, *frozen):
             yield f"{prefix}.{name}" if prefix else name, tensor
@@ -298,7 +299,7 @@ def _in_fp32(model: nn.Module, batches: list[Any]) -> tuple[nn.Module, list[Any]
     def widened(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype in low else tensor
 
-    return copy.deepcopy(model).float(), [map_tensors(widened, batch) for batch in batches]
+    return copied(model).float(), [map_tensors(widened, batch) for batch in batches]
 
 
 @contextmanager

@@ -67,6 +67,7 @@ def build_model(run: Session) -> nn.Module:
     for note in () if run.quiet else (*notes, *_frozen_norms(made)):
         notice(note)
     refuse_lazy(made)
+    refuse_sparse(made)
     _refuse_meta(run, made)
     num_weights = sum(parameter.numel() for parameter in made.parameters())
     run.choose_strategy(strategy_for(run.config.distributed.strategy, made, run.job, run.world), num_weights)
@@ -297,6 +298,17 @@ def refuse_lazy(model: nn.Module) -> None:
             raise DrivetrainError(
                 f"{name} of the model has no shape yet: a lazy module takes it from the first batch",
                 remedy="run one batch through the model inside the model function, before it is returned",
+            )
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """Raise where a weight is sparse, or a buffer that is saved: neither a checkpoint nor safetensors holds them."""
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+            raise DrivetrainError(
+                f"{name} of the model is a sparse tensor ({str(tensor.layout).removeprefix('torch.')}), which no "
+                "checkpoint can hold",
+                remedy="register_buffer(name, tensor, persistent=False), if the model function makes it anew each time",
             )
 
 

@@ -1,6 +1,5 @@
 """The result of a run, and the recorder of a run that is set up, which writes it."""
 
-import copy
 import inspect
 import socket
 import time
@@ -21,7 +20,7 @@ from drivetrain.checkpoint.weights import plainly_named
 from drivetrain.core.aims import Aim, in_words
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.goodput import read_account
-from drivetrain.core.isolation import generators_kept
+from drivetrain.core.isolation import copied, generators_kept
 from drivetrain.core.launchers import supervision
 from drivetrain.core.metrics import StepRecord
 from drivetrain.core.optimizers import tell_plain_steps
@@ -139,7 +138,7 @@ def new_model(job: Job) -> nn.Module:
                 "the model was sharded in place, and this process has only a part of it",
                 remedy="give the job a function that makes the model: Job(model=lambda: Net())",
             )
-        return unwrapped(copy.deepcopy(job.model))[0].cpu()
+        return unwrapped(copied(job.model))[0].cpu()
     with generators_kept():
         torch.manual_seed(job.seed)  # buffers that no checkpoint has are those of the run
         return unwrapped(checked(job.model()))[0].cpu()

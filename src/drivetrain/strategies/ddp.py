@@ -70,10 +70,12 @@ class DdpStrategy:
         parts.mixtures.group = self._world.group
         self._objective = _CarryingObjective(parts, self._world)
         options = self._options
-        if self.ignored:  # private, and the only way: what has no gradient here would otherwise be waited for
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
-                self._objective, self.ignored
-            )
+        sparse = [name for name, it in self._objective.named_buffers() if it.layout is not torch.strided]
+        # Private, and the only way: what has no gradient here would otherwise be waited for. Nor can gloo or NCCL send
+        # a sparse buffer, which the model function makes alike everywhere.
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+            self._objective, [*self.ignored, *sparse]
+        )
         self._ddp = DistributedDataParallel(
             self._objective,
             device_ids=[self._world.device] if self._world.device.type == "cuda" else None,

@@ -296,7 +296,8 @@ def share_buffers(model: nn.Module, world: World) -> None:
     """Copy rank 0's buffers to all ranks, with one broadcast for each type of number."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for buffer in model.buffers():
-        by_type.setdefault(buffer.dtype, []).append(buffer.detach())
+        if buffer.layout is torch.strided:  # a sparse one is taken for a constant
+            by_type.setdefault(buffer.dtype, []).append(buffer.detach())
     for buffers in by_type.values():
         together = torch.cat([buffer.reshape(-1) for buffer in buffers])
         dist.broadcast(together, 0, world.group)

@@ -449,6 +449,9 @@ def forecast_local(
 def _settle(tensor: Tensor, world: World) -> None:
     """Put rank 0's values on the device, in place: references to the tensor stay valid."""
     with torch.no_grad():
+        if tensor.layout is not torch.strided:  # every rank makes the same
+            tensor.data = tensor.data.to(world.device)
+            return
         if world.is_main:
             value = tensor.detach().to(world.device).contiguous()
         else:
