@@ -178,7 +178,9 @@ class Loader:
         """A description of how samples reach the device."""
         if self.resident is not None:
             return f"resident on {self.resident.device}: {format_bytes(self.resident.num_bytes)}, gathered there"
-        return f"{self._num_workers} worker processes" if self._num_workers else "in the training process"
+        if not self._num_workers:
+            return "in the training process"
+        return "1 worker process" if self._num_workers == 1 else f"{self._num_workers} worker processes"
 
     def warn_if_inexact(self) -> list[str]:
         """Warn once of what prevents exact repetition."""
