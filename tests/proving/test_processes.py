@@ -1,5 +1,6 @@
 """Processes are forked from one whose OpenMP threads have run: they stay on one thread, whatever a trainer asks for."""
 
+import gc
 import importlib
 import os
 import stat
@@ -11,8 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from drivetrain.core.processes import SetAside
 from drivetrain.proving import Certificate, Check, Classification, Kind
-from drivetrain.proving.processes import Workplace
+from drivetrain.proving.processes import Workplace, _start
 
 
 def many_threads() -> float:
@@ -50,3 +52,34 @@ def test_what_one_process_imports_the_next_need_not(tmp_path: Path, monkeypatch:
     with Workplace(20.0) as place:
         place.apart(lambda: importlib.import_module("loaded_late").__name__)
         assert place.apart(lambda: "loaded_late" in sys.modules)
+
+
+class Left:
+    """Something in a cycle that must not be destroyed by another process, as the threads of a process group."""
+
+    def __init__(self) -> None:
+        self.itself, self.home = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.home:
+            os._exit(7)
+
+
+def test_garbage_of_the_parent_is_not_destroyed_in_a_rank(tmp_path: Path) -> None:
+    """Nor while it trains, nor when its run is over and it collects again what a run sets aside."""
+
+    def train() -> None:
+        aside = SetAside()
+        aside.begin()
+        lost: list[list[int]] = [[] for _ in range(100_000)]
+        aside.end()
+        lost += [[] for _ in range(100_000)]
+        gc.collect()
+
+    gc.collect()
+    gc.disable()
+    Left()
+    gc.enable()
+    process = _start(train, tmp_path / "log", {})
+    process.join()
+    assert process.exitcode == 0

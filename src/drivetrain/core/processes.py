@@ -353,6 +353,7 @@ _POLL_SECONDS = 0.02
 _REAP_SECONDS = 3.0
 MAIN_GUARD_REMEDY = 'put what starts the training below `if __name__ == "__main__":` at the end of the script'
 _forks = [False, True]  # whether a process is being started; whether collecting was on before
+_inherited = [False]  # whether this process was started so, and has objects that it must not destroy
 
 if TYPE_CHECKING:
     import psutil
@@ -546,14 +547,16 @@ class SetAside:
     def end(self) -> None:
         if SetAside._held_by is self:
             SetAside._held_by = None
-            gc.unfreeze()
+            if not _inherited[0]:
+                gc.unfreeze()
 
 
 @contextmanager
-def forking() -> Iterator[None]:
+def forking(*, holds_signals: bool = True) -> Iterator[None]:
     """Keep existing objects out of the garbage collector of a process that may be forked inside this context.
 
-    Signals that ask the job to stop are blocked in it from its birth: they are not meant for it.
+    Signals that ask the job to stop are blocked in it from its birth, unless `holds_signals` is False: they are not
+    meant for a process that only reads data.
 
     The remains of an earlier run, such as a process group in a cycle, have threads that do not exist in the child:
     destroying them there ends in a segmentation fault. Collection is off from before the fork, because other at-fork
@@ -562,7 +565,7 @@ def forking() -> Iterator[None]:
     _forks[:] = True, gc.isenabled()
     gc.disable()
     try:
-        with held_back():
+        with held_back() if holds_signals else nullcontext():
             yield
     finally:
         _forks[0] = False
@@ -572,6 +575,7 @@ def forking() -> Iterator[None]:
 
 def _in_child() -> None:
     if _forks[0]:
+        _inherited[0] = True
         gc.freeze()
         if _forks[1]:
             gc.enable()

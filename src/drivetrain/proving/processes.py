@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.processes import die_with_parent, kill_group
+from drivetrain.core.processes import die_with_parent, forking, kill_group
 from drivetrain.core.run_folder import write_atomically
 from drivetrain.proving.case import Case, Trainer
 from drivetrain.proving.recorder import Recorder, Trace, read_rank
@@ -182,7 +182,7 @@ def _train(trainer: Trainer, case: Case, place: Path, rank: int) -> None:
 def _start(action: Callable[[], None], log: Path, environment: dict[str, str]) -> BaseProcess:
     context = multiprocessing.get_context("fork")
     process = context.Process(target=_child, args=(action, log, environment))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), forking(holds_signals=False):
         warnings.simplefilter("ignore")  # of newer Pythons, about threads: see the module's docstring
         process.start()
     return process
