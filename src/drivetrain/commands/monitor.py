@@ -377,7 +377,7 @@ def _watch_live(watch: "MachineWatch", console: Console, every: float) -> int:
 
 
 class _Keys:
-    """What is typed, where somebody can type."""
+    """Reads the keys that are typed; none where standard input is not a terminal."""
 
     def __init__(self, file: int | None) -> None:
         self._file = file

@@ -5,7 +5,7 @@ import gc
 import random
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
@@ -126,14 +126,13 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def buffers_kept(model: nn.Module, only: Collection[str] | None = None) -> Iterator[None]:
-    """Undo on exit what is done to the model's buffers, in place or by putting others there; or `only` to some."""
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Undo on exit what is done to the model's buffers, in place or by putting others there."""
     before = [
         (module._buffers, name, buffer, buffer.detach().clone())
-        for path, module in model.named_modules()
+        for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.layout is torch.strided  # a sparse one is taken for a constant
-        if only is None or f"{path}.{name}".lstrip(".") in only
     ]
     try:
         yield
