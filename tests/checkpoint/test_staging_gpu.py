@@ -199,7 +199,7 @@ def test_the_loop_does_not_wait_where_a_save_is_due(
 def test_frozen_weights_that_change_once_are_stored_right(tmp_path: Path, change: Change) -> None:
     """The device is busy when each save begins, so that its checksums are known long after.
 
-    All but the first, whose kernels CUDA may load and whose memory it may pin only when the device is idle.
+    Not the first, nor the first that stores a frozen weight: CUDA may load kernels and pin memory on an idle device.
     """
     weights = backbone().cuda()
     checkpointer = Checkpointer(tmp_path, World(), 9)
@@ -212,7 +212,7 @@ def test_frozen_weights_that_change_once_are_stored_right(tmp_path: Path, change
             torch.cuda._sleep(LONG // 4)
         began = time.monotonic()
         saver.begin(step, [frozen_shard("model/backbone", weights)], {})
-        assert step == 1 or time.monotonic() - began < 0.1, "the host does not wait"
+        assert step in {1, 3} or time.monotonic() - began < 0.1, "the host does not wait"
         saver.judged()
         saver.finish()
     for step, added in ((1, 0), (2, 0), (3, 1), (4, 1)):
