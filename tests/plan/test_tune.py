@@ -328,7 +328,9 @@ def test_a_step_is_captured_where_it_is_short_or_launching_takes_most_of_it() ->
     busy = Machine(overhead=1e-2, per_sample=1e-3, launch_share=0.2, compile_gain=0.5)
     assert not busy.tune(**scope).way.capture
     brief = Machine(overhead=1e-2, per_sample=1e-3, launch_share=0.4, compile_gain=0.5, compile_seconds=1.0)
-    assert not brief.tune(**scope, remaining_samples=200_000).way.capture, "three seconds are too much for it"
+    found = brief.tune(**scope, remaining_samples=200_000)
+    assert not found.way.capture, "three seconds are too much for it"
+    assert "not tried: the job takes 1" in found.reasons["capture"]
     why_none = "a CPU has nothing to record"
     scope = Scope(
         rank_samples=64,
@@ -337,6 +339,30 @@ def test_a_step_is_captured_where_it_is_short_or_launching_takes_most_of_it() ->
         others={"capture": Others(why_none=why_none)},
     )
     assert tune(StepWay(micro_batch=64), scope, Machine().measure, lambda: 0.0).reasons["capture"] == why_none
+
+
+def test_a_compiled_step_that_is_launch_bound_is_captured_in_a_job_of_minutes() -> None:
+    class HostBound(Machine):
+        """Compiled, its kernels take 30 ms (blocks) or 20 ms (all of it in parts); the host needs 40 to launch them."""
+
+        def measure(self, way: StepWay, seconds: float) -> Measurement:
+            found = super().measure(way, seconds)
+            if way.compile_mode is None:
+                return found.model_copy(update={"launch_share": 0.5})
+            host, kernels = (0.040, 0.030) if way.compile_scope == "blocks" else (0.041, 0.020)
+            taken = kernels if way.capture else host
+            return found.model_copy(update={"sample_seconds": taken / 64, "launch_share": 0.98})
+
+    costs = {"blocks": 10.0, "both": 10.0}
+    scope = {"others": {"capture": (True,), "compile_mode": ("default",)}, "compile_costs": costs}
+    minutes = HostBound(overhead=0.0, per_sample=1e-3).tune(remaining_samples=64 * 2000, **scope)
+    assert minutes.way.capture
+    assert minutes.way.compile_scope == "blocks", "too short to compile the other once more"
+    hour = HostBound(overhead=0.0, per_sample=1e-3).tune(remaining_samples=64 * 10**5, **scope)
+    assert (hour.way.capture, hour.way.compile_scope) == (True, "both")
+    assert "+50%" in hour.reasons["compile_scope"]
+    brief = HostBound(overhead=0.0, per_sample=1e-3, compile_seconds=1.0).tune(remaining_samples=64 * 1000, **scope)
+    assert not brief.way.capture
 
 
 @pytest.mark.parametrize(("gain", "taken"), [(0.5, True), (0.1, False)])
