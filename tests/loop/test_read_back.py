@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drivetrain.core.metrics import SKIPPED_IF_BAD, PartLoss, PartTotals, StepOutcome, StepRecord
+from drivetrain.core.run_folder import RESERVED_NAMES
 from drivetrain.loop.read_back import DeviceResultTable, Reading
 
 CPU = torch.device("cpu")
@@ -22,6 +23,7 @@ def test_a_record_is_written_as_json_writes_it(numbers: Any, norm: Any) -> None:
     record = StepRecord(*numbers, norm, 1.5e-4, skipped=norm is None)
     values = {name: value for name, value in record._asdict().items() if name not in ("parts", "logged")}
     assert record.as_json() == json.dumps(values)
+    assert (*values, "time") == RESERVED_NAMES, "no logged value has one of these names"
     parts = {
         'an "odd" name': PartLoss(0.25, 3.0),
         "size": PartLoss(1.5, record.num_items),

@@ -24,10 +24,10 @@ from drivetrain.report.graph_picture import (
 )
 from drivetrain.report.run_data import RunData
 from tests.api.jobs import Variant
+from tests.core.test_knowledge_graph import deeds, told
 from tests.moe.jobs import Mixture, run_mixture
-from tests.moe.test_graph import deeds, told
 from tests.moe.test_lifecycle import RULES
-from tests.report.test_report import pixels
+from tests.report.test_report import pixels, run_without_torch
 
 
 @settings(max_examples=40)
@@ -110,6 +110,8 @@ def test_from_a_run_to_its_pictures(tmp_path: Path) -> None:
     for name in ("knowledge_graph", *(f"knowledge_graph_epoch_{epoch}" for epoch in (1, 2, 3))):
         assert pixels((folder / f"{name}.png").read_bytes())[2] > 50
     assert "What the experts know" in (folder / "report.html").read_text()
+    (folder / "report.html").unlink()
+    assert "report.html" in run_without_torch(f"assert main(['report', {str(folder)!r}]) == 0")
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, []), (1, [1]), (4, [1, 2, 3, 4]), (101, [1, 21, 41, 61, 81, 101])])

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import struct
+import subprocess
 import sys
 import time
 import warnings
@@ -64,6 +65,35 @@ def pixels(png: bytes) -> tuple[int, int, int]:
             data += png[position + 8 : position + 8 + length]
         position += 12 + length
     return width, height, len(set(zlib.decompress(data)))
+
+
+def run_without_torch(code: str) -> str:
+    """Run code in a new interpreter, which must not load torch. Returns what it prints."""
+    lines = ("import sys", "from drivetrain.cli import main", code, "assert 'torch' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_pages_are_made_without_torch(folder: Path, copied: Path, tmp_path: Path) -> None:
+    """It would take seconds to load before the first words of a command that only reads files."""
+    runs, page = [str(folder), str(copied)], str(tmp_path / "compare.html")
+    told = run_without_torch(
+        f"assert main(['report', {str(copied)!r}]) == 0\n"
+        f"main(['compare', *{runs!r}, '--out', {page!r}])\n"
+        "from drivetrain.commands.monitor import MachineWatch\n"
+        "from drivetrain.commands.monitor_server import PICTURES, MonitorServer, RunData, page, summary\n"
+        "from pathlib import Path\n"
+        f"watch = MachineWatch(Path({str(tmp_path)!r}))\n"
+        "server = MonitorServer(watch.look)\n"
+        f"data = RunData.read(Path({str(copied)!r}))\n"
+        "assert '</html>' in page(data, summary(data), PICTURES, live=True)\n"
+        f"assert server.figures_of('0', Path({str(copied)!r}))\n"
+        "server.server_close()\n"
+    )
+    assert "report.html" in told
+    assert "compare.html" in told
+    assert (tmp_path / "compare.html").exists()
 
 
 def test_the_words(folder: Path) -> None:

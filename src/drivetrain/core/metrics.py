@@ -148,10 +148,6 @@ class StepRecord(NamedTuple):
         return "".join(f", {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
 
 
-# What `as_json` writes itself; and `time`, for readers that add one.
-RESERVED_NAMES = (*StepRecord._fields[:9], "time")
-
-
 @cache  # names are the same in every step
 def _key(name: str) -> str:
     return f", {json.dumps(name)}: "

@@ -28,6 +28,11 @@ _OF_A_START = (
     "bad_steps.json",
 )  # left by a start that did no step; not for another job
 CHECKPOINTS = "checkpoints"  # where a run keeps them
+# What a row of steps.jsonl has of itself, and `time`, for readers that add one: no logged value has such a name.
+RESERVED_NAMES = (
+    *("step", "epoch", "samples", "loss", "num_items", "lr", "grad_norm", "seconds", "skipped"),
+    "time",
+)
 _LENGTH = ("num_steps", "epochs")  # what an extension changes of a job
 _HISTORY = "extensions"  # in job.yaml: how a run came to be longer than it was begun
 FORK = "fork.json"  # of a run that began with a checkpoint of another one

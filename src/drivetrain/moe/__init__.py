@@ -1,7 +1,7 @@
 """Mixtures of experts: a layer for any model, its balance, and how its experts come and go."""
 
+from drivetrain.core.knowledge_graph import KnowledgeGraph, Limits
 from drivetrain.moe.dispatch import Dispatcher, LocalDispatcher, Way
-from drivetrain.moe.graph import KnowledgeGraph, Limits
 from drivetrain.moe.knowledge import Knowledge, KnowledgeFiles
 from drivetrain.moe.lifecycle import Lifecycle, Rules
 from drivetrain.moe.mixture import (

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.hook import StepContext
+from drivetrain.core.knowledge_graph import KnowledgeGraph, Limits
 from drivetrain.core.run_folder import write_atomically
 from drivetrain.core.world import World
 from drivetrain.moe.experts import share_together
-from drivetrain.moe.graph import KnowledgeGraph, Limits
 from drivetrain.moe.mixture import MixtureOfExperts, check_every, mixtures_in, route
 
 DIMENSIONS = 16

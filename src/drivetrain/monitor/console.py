@@ -18,7 +18,8 @@ from rich.text import Text
 
 from drivetrain.core.aims import BatchSizes, samples_between
 from drivetrain.core.log import log, printable
-from drivetrain.core.metrics import RESERVED_NAMES, StepRecord
+from drivetrain.core.metrics import StepRecord
+from drivetrain.core.run_folder import RESERVED_NAMES
 from drivetrain.core.value import format_count, format_metric
 
 LEAST_BAR = 4  # columns

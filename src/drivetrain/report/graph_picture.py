@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from drivetrain.core.knowledge_graph import Edge, KnowledgeGraph, Node, Relation
 from drivetrain.core.run_folder import as_row
-from drivetrain.moe.graph import Edge, KnowledgeGraph, Node, Relation
 from drivetrain.report.picture import FAINT, GRID, INK, canvas
 from drivetrain.report.run_data import Row, RunData
 

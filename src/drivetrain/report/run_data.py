@@ -25,8 +25,7 @@ from drivetrain.core.goodput import (
     seconds_left,
 )
 from drivetrain.core.log import printable
-from drivetrain.core.metrics import RESERVED_NAMES
-from drivetrain.core.run_folder import is_finished, read_rows, read_yaml, steps_finished
+from drivetrain.core.run_folder import RESERVED_NAMES, is_finished, read_rows, read_yaml, steps_finished
 from drivetrain.core.value import format_metric
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from torch import Tensor
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.log import notice
 from drivetrain.core.metrics import (
-    RESERVED_NAMES,
     CountFunction,
     LoggedTotals,
     LoggedValues,
@@ -24,6 +23,7 @@ from drivetrain.core.metrics import (
     summed_by_count,
 )
 from drivetrain.core.precision import wide_dtype, widened
+from drivetrain.core.run_folder import RESERVED_NAMES
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.resident import Rows

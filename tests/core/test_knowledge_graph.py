@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.moe.graph import RELATIONS, KnowledgeGraph, Limits
+from drivetrain.core.knowledge_graph import RELATIONS, KnowledgeGraph, Limits
 from tests import warm_python
 
 CONCEPTS = [f"label {number}" for number in range(6)]
@@ -248,6 +248,6 @@ def test_what_cannot_be() -> None:
 
 
 def test_the_package_does_not_load_networkx() -> None:
-    code = "import sys, drivetrain.moe.graph; print('networkx' in sys.modules)"
+    code = "import sys, drivetrain.core.knowledge_graph; print('networkx' in sys.modules)"
     done = warm_python.run(["-c", code])  # it has imported the rest of the package
     assert done.stdout.strip() == "False", done.stderr
