@@ -29,7 +29,6 @@ from drivetrain.core.value import format_duration
 from drivetrain.report import RunData, draw, summary, write_report
 from drivetrain.report.compare import compare
 from drivetrain.report.picture import _few_bars, _smoothed, _thinned
-from drivetrain.report.run_data import ending_in_words
 from tests import warm_python
 from tests.api.jobs import Variant, make_job, run
 
@@ -185,13 +184,13 @@ def test_an_empty_folder_has_a_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("events", "said"),
     [
-        (["start", "stop"], "stopped before its end (asked)"),
+        (["start", "stop"], "stopped (asked)"),
         (
             ["start", "stop", "resume"],
-            "interrupted (its process ended without a word: killed, or the machine went down)",
+            "crashed (its process ended without a word: killed, or the machine went down)",
         ),
         (["start", "stop", "claim", "refused"], "refused (no such file)"),
-        (["start", "stop", "resume", "stopped by an error"], "ended by an error (RuntimeError: <b>)"),
+        (["start", "stop", "resume", "stopped by an error"], "crashed (RuntimeError: <b>)"),
         (["start", "stopped by an error", "resume", "finish"], "finished (asked)"),
     ],
 )
@@ -238,7 +237,7 @@ except Exception as error:
 
 
 def test_a_run_that_goes_on_is_said_to(tmp_path: Path) -> None:
-    """By its lock, on this machine. Its page says when it was written; once the process is gone, it is interrupted."""
+    """By its lock, on this machine. Its page says when it was written; once the process is gone, it has crashed."""
     held = RunFolder.claim(tmp_path, "given", {"name": "job", "num_steps": 5000})
     rows = [{"step": n, "epoch": 0, "samples": 8, "num_items": 8, "loss": 1.0, "seconds": 0.25} for n in range(1, 1001)]
     (held.path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -256,11 +255,14 @@ def test_a_run_that_goes_on_is_said_to(tmp_path: Path) -> None:
         rf">running when this page was written, 20\d\d-.* UTC: step 1,000 of 5,000, about {left} left<", page
     )
     assert "<title>given (job)</title>" in page
+    cards = page.partition('class="cards"')[2].partition("</dl>")[0]
+    assert "step 100; 1 now" in cards
+    assert "at the end" not in page.partition("<script>")[0]
     assert RunData.read(held.path).is_running, "this process sees it, too"
     assert "in use by another run" in in_a_process(CLAIM, tmp_path), "nor has it lost its lock by looking"
     held.close()
     live, told, _ = in_a_process(LOOK, held.path).splitlines()
-    assert live.startswith("interrupted after 1,000 of 5,000 steps: its process ended without a word")
+    assert live.startswith("crashed after 1,000 of 5,000 steps: its process ended without a word")
     (held.path / "crash.json").write_text(json.dumps({"cause": "out of memory", "rank": 3, "headline": "too much"}))
     assert "1,000 of 5,000 steps: out of memory on rank 3: too much" in in_a_process(LOOK, held.path).splitlines()[0]
     with (held.path / "events.jsonl").open("a") as file:
@@ -275,17 +277,16 @@ def test_a_run_of_another_machine_shows_by_its_records(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text(json.dumps(row) + "\n")
     for boot, age, how in (
         ("another", 5, "running"),
-        ("another", 3600, "interrupted"),
-        (stamp()["boot"], 5, "interrupted"),
+        ("another", 3600, "crashed"),
+        (stamp()["boot"], 5, "crashed"),
     ):
         (tmp_path / "events.jsonl").write_text(
             json.dumps({"event": "start", "step": 0, **stamp(), "boot": boot}) + "\n"
         )
         for path in tmp_path.glob("*.jsonl"):
             os.utime(path, (time.time() - age,) * 2)
-        assert ending_in_words(RunData.read(tmp_path))[0] == how, (boot, age)
-        state = state_of(tmp_path)
-        assert (state.state == "running") == (how == "running")
+        assert RunData.read(tmp_path).standing.state == how, (boot, age)
+        assert state_of(tmp_path).state == how
 
 
 @pytest.mark.parametrize("damage", [b"{not json}\n", b"\xff\xfe\n", b"\0\0\n", b"7\n"])

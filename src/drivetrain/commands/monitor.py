@@ -6,6 +6,7 @@ import json
 import math
 import os
 import select
+import shlex
 import signal
 import sys
 import termios
@@ -28,9 +29,9 @@ from rich.text import Text
 from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Positional, Resolved
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.goodput import Account, is_running, read_account, read_crash, seconds_left
+from drivetrain.core.goodput import Account, RunStateName, how_it_stands, is_running, read_account, seconds_left
 from drivetrain.core.log import on_one_line, printable
-from drivetrain.core.run_folder import as_row, find_run, is_finished, read_job, read_yaml
+from drivetrain.core.run_folder import as_row, find_run, read_job, read_yaml
 from drivetrain.core.value import format_duration
 from drivetrain.hardware import detect
 from drivetrain.hardware.gpu_drivers import HostReader, NvmlReader, label, load_nvml
@@ -41,7 +42,7 @@ from drivetrain.launch.clusters import SlurmJob, jobs_of
 #
 # The state of runs is read from the records in their folders. Nothing is written, and no lock is taken.
 
-State = Literal["running", "finished", "stopped", "refused", "crashed", "unreadable"]
+State = RunStateName | Literal["unreadable"]
 LAST_BYTES = 64 * 1024  # of a file of lines: enough for the last few hundred steps
 MANIFEST_START_BYTES = 2**20
 _SHARED = '"shared":'
@@ -152,28 +153,9 @@ def _job(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, str]:
-    if is_running(folder, events):
-        return "running", ""
-    ends = [row for row in events if row.get("event") in ("finish", "stop")]
-    if is_finished(folder):
-        because = str(ends[-1].get("because", "")) if ends else ""
-        return "finished", "; ".join(filter(None, [because, _missing_report(folder)]))
-    told = [row for row in events if row.get("event") not in ("time", "end")]  # these are of the account of its time
-    last = told[-1] if told else {}
-    if last.get("event") == "refused":
-        return "refused", f"{last.get('error', '')}; remedy: {last.get('remedy', '')}"
-    if last.get("event") == "stopped by an error" and str(last.get("error", "")).startswith("KeyboardInterrupt"):
-        return "stopped", "Ctrl-C, at once; the same command goes on from the last checkpoint"
-    crash = read_crash(folder, events)
-    if crash:
-        where = f" on rank {crash['rank']}" if crash.get("rank") is not None else ""
-        remedy = f"; remedy: {crash['remedy']}" if crash.get("remedy") else ""
-        return "crashed", f"{crash.get('cause', 'unknown')}{where}: {crash.get('headline', 'no more is known')}{remedy}"
-    if error := _error_since_start(events):
-        return "crashed", f"{error}; once that is fixed, the same command goes on"
-    if last.get("event") == "stop":
-        return "stopped", str(last.get("because", "asked to stop; the same command goes on"))
-    return "crashed", "its process ended without a word: killed, or the machine went down; the same command goes on"
+    stands = how_it_stands(folder, events, goes_on=is_running(folder, events))
+    missing = _missing_report(folder) if stands.state == "finished" else ""
+    return stands.state, "; ".join(filter(None, [stands.why, stands.then, missing]))
 
 
 def _missing_report(folder: Path) -> str:
@@ -185,7 +167,7 @@ def _missing_report(folder: Path) -> str:
         is_wanted = bool(config["watch"]["report"])
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         return ""
-    return f"its report is missing: `drivetrain report {folder}` writes it" if is_wanted else ""
+    return f"its report is missing: `drivetrain report {shlex.quote(str(folder))}` writes it" if is_wanted else ""
 
 
 def last_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -234,16 +216,6 @@ def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
 def last_change(folder: Path) -> float:
     changes = [path.stat().st_mtime for name in ("job.yaml", "steps.jsonl") if (path := folder / name).exists()]
     return max(changes, default=0.0)
-
-
-def _error_since_start(events: Sequence[Mapping[str, Any]]) -> str:
-    """Return the error of a run in one process, which has no supervisor to record a crash."""
-    for row in reversed(events):
-        if row.get("event") in ("claim", "start", "resume"):
-            break
-        if row.get("event") == "stopped by an error":
-            return str(row.get("error", ""))
-    return ""
 
 
 class StatusOptions(BaseModel):

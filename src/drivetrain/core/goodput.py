@@ -18,10 +18,10 @@ from datetime import UTC, datetime
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from drivetrain.core.aims import batch_sizes_of, recorded_batch, samples_between
-from drivetrain.core.run_folder import is_held, read_rows
+from drivetrain.core.run_folder import has_steps, is_finished, is_held, read_rows
 from drivetrain.core.value import format_duration
 
 BUCKETS = (
@@ -35,6 +35,7 @@ BEAT_SECONDS = 120.0  # a run of another machine, whose lock may not be seen her
 _OF_LOOP = ("step", "data_wait", "eval", "ckpt_block", "init", "other")
 _OFF = "off"
 Row = dict[str, Any]
+RunStateName = Literal["running", "finished", "stopped", "refused", "crashed", "not begun"]
 
 
 @cache
@@ -222,6 +223,47 @@ def read_crash(folder: Path, events: Sequence[Row]) -> Row:
         return {}
     is_old = bool(starts) and starts[-1].timestamp() > written
     return found if isinstance(found, dict) and not is_old else {}
+
+
+class Standing(NamedTuple):
+    """How a run stands: the words of `status`, `monitor` and the page of a run."""
+
+    state: RunStateName
+    why: str = ""
+    then: str = ""  # what to do about it
+
+
+def how_it_stands(folder: Path, events: Sequence[Row], *, goes_on: bool) -> Standing:
+    """Return how a run stands, by what happened to it last.
+
+    Args:
+        folder: The run's.
+        events: The last rows of its `events.jsonl`.
+        goes_on: Whether a process works on it.
+    """
+    if goes_on:
+        return Standing("running")
+    last = next((row for row in reversed(events) if row.get("event") in (*STARTS, *ENDS)), {})
+    kind, error, because = last.get("event"), str(last.get("error") or ""), str(last.get("because") or "")
+    if is_finished(folder) or kind == "finish":
+        return Standing("finished", because)
+    if kind == "refused":
+        return Standing("refused", error, f"remedy: {last['remedy']}" if last.get("remedy") else "")
+    if error.startswith("KeyboardInterrupt"):
+        return Standing("stopped", "Ctrl-C, at once", "the same command goes on from the last checkpoint")
+    crash = read_crash(folder, events)
+    if crash:
+        where = f" on rank {crash['rank']}" if crash.get("rank") is not None else ""
+        why = f"{crash.get('cause', 'unknown')}{where}: {crash.get('headline', 'no more is known')}"
+        return Standing("crashed", why, f"remedy: {crash['remedy']}" if crash.get("remedy") else "")
+    if kind == "stopped by an error":
+        return Standing("crashed", error, "once that is fixed, the same command goes on")
+    if kind == "stop":
+        return Standing("stopped", because or "asked to stop", "the same command goes on")
+    if kind is None and not has_steps(folder):
+        return Standing("not begun")
+    why = "its process ended without a word: killed, or the machine went down"
+    return Standing("crashed", why, "the same command goes on")
 
 
 def last_record(folder: Path) -> float:

@@ -20,7 +20,7 @@ from drivetrain.report.charts import FAULTS, Chart, Line, axes, charts, experts,
 from drivetrain.report.compare import ArmVerdict, RunComparison, RunOfArm
 from drivetrain.report.graph_picture import TIES, knowledge_figures
 from drivetrain.report.paired_test import METHOD
-from drivetrain.report.run_data import Row, RunData, best_index, device_in_words, ending_in_words, median
+from drivetrain.report.run_data import Row, RunData, best_index, device_in_words, median
 
 # ----------------------------------------------------------------------------------------------------------------------
 # report.html: a run on one page that needs no network, from its folder alone.
@@ -129,7 +129,7 @@ def _figures(data: RunData) -> dict[str, Any]:
 
 
 def _about(data: RunData, *, live: bool) -> str:
-    how, why = ending_in_words(data)
+    how, why, _ = data.standing
     steps, whole = data.steps[-1]["step"] if data.steps else 0, data.job.get("num_steps")
     of = f" of {whole:,}" if isinstance(whole, int) and how != "finished" else ""
     on = f", on {device_in_words(data)}" if data.plan else ""
@@ -137,6 +137,8 @@ def _about(data: RunData, *, live: bool) -> str:
         when = "" if live else f" when this page was written, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
         left = "" if data.seconds_left is None else f", about {format_duration(max(1, round(data.seconds_left)))} left"
         return f"running{when}: " + (f"step {steps:,}{of}{left}" if steps else "before its first step") + on
+    if how == "not begun":
+        return f"{how}{on}"
     noun = "step" if steps == 1 and not of else "steps"
     return f"{how} after {steps:,}{of} {noun}{on}" + (f": {why}" if why else "")
 
@@ -161,9 +163,10 @@ def _headline(data: RunData) -> Iterator[tuple[str, str, str]]:
     again = data.repeated_names.values()
     names = [name for name in data.metric_names if name.startswith("valid_") and name not in again]
     for name in sorted(names, key=lambda name: not Aim(name).is_clear)[:MOST_METRICS]:
-        yield _metric_card(name, *data.metric(name))
+        yield _metric_card(name, *data.metric(name), data.at_last)
     if not names and data.epochs:
-        yield "final loss", f"{data.epochs[-1].loss:.4g}", "mean of the last epoch"
+        label, epoch = ("loss", "this epoch so far") if data.is_running else ("final loss", "the last epoch")
+        yield label, f"{data.epochs[-1].loss:.4g}", f"mean of {epoch}"
     account = data.account
     if account is not None and account.wall_seconds:
         lost = account.failures_in_words()
@@ -185,14 +188,14 @@ def _headline(data: RunData) -> Iterator[tuple[str, str, str]]:
         yield "bottleneck", str(findings[0]["kind"]), str(findings[0]["words"])
 
 
-def _metric_card(name: str, steps: list[float], values: list[float]) -> tuple[str, str, str]:
+def _metric_card(name: str, steps: list[float], values: list[float], at_last: str) -> tuple[str, str, str]:
     """Return the best value of a metric; the last one where its name does not say whether more or less is better."""
     label = f"validation {name.removeprefix('valid_').replace('_', ' ')}"
     if not Aim(name).is_clear:
         numbers = [value for value in values if math.isfinite(value)] or values
-        return label, f"{values[-1]:.4g}", f"at the end; {min(numbers):.4g} to {max(numbers):.4g} in all"
+        return label, f"{values[-1]:.4g}", f"{at_last}; {min(numbers):.4g} to {max(numbers):.4g} in all"
     best = best_index(name, values)
-    return f"best {label}", f"{values[best]:.4g}", f"step {steps[best]:,.0f}; {values[-1]:.4g} at the end"
+    return f"best {label}", f"{values[best]:.4g}", f"step {steps[best]:,.0f}; {values[-1]:.4g} {at_last}"
 
 
 # Below the curves

@@ -343,7 +343,7 @@ def draw_activations(data: RunData) -> bytes | None:
         edges = {"top": 1 - above / height, "bottom": below / height}
         drawn.figure.subplots_adjust(left=0.055, right=0.975, wspace=0.21, **edges)
         count = sum(1 for tokens in loads[-1]["loads"].values() if tokens)
-        parts = [f"{count} experts at work at the end", _layer_in_words(layer), ceiling_in_words(loads)]
+        parts = [f"{count} experts at work {data.at_last}", _layer_in_words(layer), ceiling_in_words(loads)]
         drawn.head(f"{data.title}: who works", "   ·   ".join(filter(None, parts)))
         _draw_shares(axes[0], loads, [night["step"] for night in data.told("sleep")], least_gap=_LINE / inside)
         if nights:

@@ -19,13 +19,14 @@ from drivetrain.core.goodput import (
     NAMES,
     STARTS,
     Account,
+    Standing,
+    how_it_stands,
     is_running,
     read_account,
-    read_crash,
     seconds_left,
 )
 from drivetrain.core.log import printable
-from drivetrain.core.run_folder import RESERVED_NAMES, is_finished, read_rows, read_yaml, steps_finished
+from drivetrain.core.run_folder import RESERVED_NAMES, read_rows, read_yaml, steps_finished
 from drivetrain.core.value import format_metric
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -72,8 +73,7 @@ class RunData:
     source: Row = field(default_factory=dict)  # where its job comes from
     damage: tuple[str, ...] = ()  # what could not be read and is left out
     account: Account | None = None  # of its time
-    is_running: bool = False  # a process works on it
-    crash: Row = field(default_factory=dict)  # of the supervisor: what ended the job
+    standing: Standing = field(default_factory=lambda: Standing("not begun"))
 
     @classmethod
     def read(cls, folder: Path) -> "RunData":
@@ -102,9 +102,18 @@ class RunData:
             source=_yaml(folder / "source.json", damage),
             damage=tuple(damage),
             account=account,
-            is_running=goes_on,
-            crash=read_crash(folder, events),
+            standing=how_it_stands(folder, events, goes_on=goes_on),
         )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process works on it."""
+        return self.standing.state == "running"
+
+    @property
+    def at_last(self) -> str:
+        """When its last values were measured, in words."""
+        return "now" if self.is_running else "at the end"
 
     @property
     def name(self) -> str:
@@ -332,7 +341,7 @@ def _line(label: str, words: object) -> str:
 
 def _how(data: RunData) -> Iterator[str]:
     end, plan = data.event("finish", "stop"), data.plan
-    how, why = ending_in_words(data)
+    how, why, _ = data.standing
     at = f", at {datetime.now(UTC):%Y-%m-%d %H:%M} UTC" if how == "running" else ""
     yield f"{data.title}: {how}{at}" + (f" ({why})" if why else "")
     yield ""
@@ -348,28 +357,6 @@ def _how(data: RunData) -> Iterator[str]:
     yield _line("compilation", end.get("compilation", "unknown"))
     if end.get("capture"):
         yield _line("step capture", end["capture"])
-
-
-def ending_in_words(data: RunData) -> tuple[str, str]:
-    """Return how a run ended, and why, if that is known. Of one that goes on, what happened before is not its end."""
-    last = data.event(*ENDS, *STARTS)
-    kind, error = last.get("event"), str(last.get("error", ""))
-    if kind == "stopped by an error" and error.startswith("KeyboardInterrupt"):
-        return "stopped before its end", "Ctrl-C, at once"
-    if kind in ("stopped by an error", "refused"):
-        return ("refused" if kind == "refused" else "ended by an error"), error
-    if kind in STARTS and is_finished(data.folder):
-        return "finished", ""  # the event was lost
-    if kind in ("finish", "stop"):
-        return ("finished" if kind == "finish" else "stopped before its end"), str(last.get("because") or "")
-    if data.is_running:
-        return "running", ""
-    if data.crash:
-        where = f" on rank {data.crash['rank']}" if data.crash.get("rank") is not None else ""
-        return "interrupted", f"{data.crash.get('cause', 'unknown')}{where}: {data.crash.get('headline', '')}"
-    if kind is None:  # its events are lost, or it has none
-        return ("finished" if is_finished(data.folder) else "not finished" if data.steps else "not begun"), ""
-    return "interrupted", "its process ended without a word: killed, or the machine went down"
 
 
 def device_in_words(data: RunData) -> str:
@@ -389,14 +376,14 @@ def _result(data: RunData) -> Iterator[str]:
             "skipped steps", f"{skipped} (a loss or a gradient was not finite; the weights stayed as they were)"
         )
     if data.epochs:
-        yield _line("final loss", format_metric(data.epochs[-1].loss))
+        yield _line("loss of this epoch" if data.is_running else "final loss", format_metric(data.epochs[-1].loss))
         for name in data.part_names:
             loss = data.part_loss(name)
             if loss is not None:
                 yield _line(f"  {name.removeprefix('loss_').replace('_', ' ')}", format_metric(loss))
     for name in data.metric_names:
         _, values = data.metric(name)
-        words = f"{format_metric(values[-1])} at the end"
+        words = f"{format_metric(values[-1])} {data.at_last}"
         if Aim(name).is_clear:
             words += f", {format_metric(values[best_index(name, values)])} at best"
         yield _line(name.replace("_", " "), words)
