@@ -1,8 +1,11 @@
 """How runs stand, from their records alone; and SLURM's jobs, from a squeue that is made up."""
 
 import fcntl
+import html
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +19,8 @@ from drivetrain.commands.monitor import LAST_BYTES, runs_in, state_of
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.launch.clusters import jobs_of, write_down
 from drivetrain.launch.root_cause import Failure, as_json
+from drivetrain.report import RunData
+from drivetrain.report.page import live_figures
 from tests import warm_python
 
 JOB = {"name": "mine", "num_steps": 100, "global_batch": 8}
@@ -83,6 +88,10 @@ def test_how_runs_end(tmp_path: Path) -> None:
         "failed before": "crashed",
         "at once": "stopped",
     }
+    for one in found.values():
+        data = RunData.read(Path(one.folder))
+        assert data.standing.state == one.state, "the page has the same word"
+        assert live_figures(data)["about"].startswith(one.state)
     assert found["failed"].cause.startswith("ValueError: boom")
     assert "without a word" in found["failed before"].cause
     assert found["crashed"].cause == "exception on rank 1: ValueError: no such label; remedy: mend the data"
@@ -140,6 +149,41 @@ def test_a_real_run_that_was_killed(tmp_path: Path) -> None:
     assert found.state == "crashed"
     assert found.num_steps == 40
     assert found.checkpoint == 5
+
+
+def test_a_run_may_be_named_in_any_language(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed, continued, reported and shown under a name that is no ASCII and means something to shells and HTML."""
+    name = 'Größe Δ <b>試験 & "$q"'
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time, torch\nimport drivetrain as dt\n"
+        "data = {'x': torch.zeros(64, 2), 'y': torch.zeros(64).long()}\n"
+        "saved = pathlib.Path(sys.argv[1])\n"
+        "def loss(model, batch):\n"
+        "    if not pathlib.Path('killed').exists():\n"
+        "        if any(saved.glob('step-*')):\n"
+        "            pathlib.Path('killed').touch()\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        if saved.is_dir() and any(saved.iterdir()): time.sleep(0.05)\n"
+        "    return torch.nn.functional.cross_entropy(model(batch['x']), batch['y'])\n"
+        "dt.train(dt.Job(name='mine', model=lambda: torch.nn.Linear(2, 2), data=data, loss=loss, max_steps=40,\n"
+        "  optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), global_batch=4, checkpoint_every=5))\n"
+    )
+    runs = tmp_path / "läufe"
+    words = ["-m", "drivetrain", "train", str(script), "--name", name, "--output-dir", str(runs), "--gpu-mode", "cpu"]
+    words += ["--auto-optimize", "false", "--", str(runs / name / "checkpoints")]
+    assert warm_python.run(words, cwd=tmp_path).returncode == -signal.SIGKILL
+    done = warm_python.run(words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on from step 5 of" in done.stdout, done.stdout
+    told = shlex.split(re.findall(r"`(drivetrain report .*)` draws", done.stdout)[0])[1:]
+    assert main(told) == 0, "the command that the run names"
+    assert main(["status", name, "--json", "--output-dir", str(runs)]) == 0
+    (found,) = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    assert (Path(found["folder"]).name, found["state"], found["step"]) == (name, "finished", 40)
+    page = (runs / name / "report.html").read_text(encoding="utf-8")
+    assert f"<title>{html.escape(f'{name} (mine)')}</title>" in page
+    assert shlex.quote(f"{name}-again") in html.unescape(page), "the command that does it again"
 
 
 def test_on_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

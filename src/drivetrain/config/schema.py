@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from drivetrain.core.faults import ALLOWED as FAULTS_ALLOWED
 from drivetrain.core.faults import parse_faults
 from drivetrain.core.plugins import STRATEGIES, TRACKERS, Plugins
+from drivetrain.core.run_folder import ALLOWED_NAMES, problem_with_name
 from drivetrain.core.value import PrecisionName, parse_seconds
 
 
@@ -69,16 +70,20 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def _name_of_a_run(name: str) -> str:
+    """Accept what a job may be named, in any language, unless commands would take it for a flag."""
+    problem = problem_with_name(name) or ("commands would take it for a flag" if name.startswith("-") else "")
+    if problem:
+        raise ValueError(problem)
+    return name
+
+
 class RunSection(Section):
     """The run's name, folder and seed."""
 
     name: Annotated[
-        str | None, Flag("name"), Allowed("letters, digits, `.`, `_` and `-`, starting with a letter or digit")
-    ] = Field(
-        None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="name of the run, and of its folder below output_dir (default: the recipe's name)",
-    )
+        Annotated[str, AfterValidator(_name_of_a_run)] | None, Flag("name"), Allowed(f"{ALLOWED_NAMES}; no - in front")
+    ] = Field(None, description="name of the run, and of its folder below output_dir (default: the recipe's name)")
     output_dir: Annotated[Path, Flag("output-dir")] = Field(
         Path("runs"), description="folder that holds the run folders"
     )

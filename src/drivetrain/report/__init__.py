@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,8 @@ def write_report(folder: Path, *, always_draws: bool = True) -> list[str]:
         except Exception as error:  # noqa: BLE001 - the run is done and saved; whatever a report meets is not its end
             problems.append(f"{name} was not written: {type(error).__name__}: {error}")
         except KeyboardInterrupt as error:
-            error.add_note(f"the run is saved, its report is not whole; remedy: `drivetrain report {folder}` writes it")
+            remedy = f"remedy: `drivetrain report {shlex.quote(str(folder))}` writes it"
+            error.add_note(f"the run is saved, its report is not whole; {remedy}")
             raise
     return problems
 

@@ -1,6 +1,7 @@
 """The result of a run, and the recorder of a run that is set up, which writes it."""
 
 import inspect
+import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -375,8 +376,8 @@ def tell_end(run: Session, steps: int, best: Best | None, last: StepRecord | Non
     if report.exists() and run.config.watch.report:
         recorder.say(f"  report     {report}")
         if not (run.path / "training_metrics.png").exists():
-            name = run.path.name
-            recorder.say(f"  pictures   not drawn of so short a run; `drivetrain report {name}` draws them")
+            told = shlex.quote(str(run.path))  # not by its name, which is looked for below --output-dir
+            recorder.say(f"  pictures   not drawn of so short a run; `drivetrain report {told}` draws them")
 
 
 def draws_always(run: Session) -> bool:
