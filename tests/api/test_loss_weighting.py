@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from drivetrain import Job
 from drivetrain.api.measuring import evaluate
@@ -279,6 +279,31 @@ def test_data_without_numbers_is_told_by_its_first_batch(tmp_path: Path) -> None
     whole = trained(str(tmp_path / "whole"), job, BATCH)
     for key, value in whole["weights"].items():
         assert torch.allclose(found["weights"][key], value, atol=1e-12)
+
+
+def test_a_sampler_whose_first_batch_tells_nothing(tmp_path: Path) -> None:
+    """Data in memory is looked at whole, by its numbers: the order is the sampler's, and the numbers are the data's."""
+    order, tokens = SampleStream(SAMPLES, SEED).samples(0, 0, SAMPLES).tolist(), Sentences().tokens
+    labels = tokens.clone()
+    labels[order[2 * BATCH :], 2:] = -100
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    loader = DataLoader(TensorDataset(tokens, labels), batch_size=BATCH, sampler=order)
+    job = job_of(loss, loader, global_batch=None, max_steps=None, epochs=1)
+    found = trained(str(tmp_path), job, 4)
+    assert found["rule"]["by"] == "tokens"
+    torch.manual_seed(SEED)
+    model = Tagger().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    for batch in loader:
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    for key, value in model.state_dict().items():
+        assert torch.allclose(found["weights"][f"model/{key}"], value, atol=1e-12)
 
 
 class StopAt:

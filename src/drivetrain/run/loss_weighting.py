@@ -215,8 +215,10 @@ class _UncountedLoss:
 
 
 def _first_samples(run: Session) -> list[int]:
-    """Return the first samples of the global order: the same on any number of ranks."""
+    """Return the first samples of the global order, the same on any number of ranks; of the data if it has a sampler."""
     job = run.job
+    if not job.source.is_keyed:
+        return list(range(min(MOST_LOOKED_AT, len(job.source.dataset))))
     order = job.source.order(job.largest_batch or 1, job.seed, shuffle=job.shuffle)
     assert isinstance(order, SampleStream)
     found: list[int] = order.samples(0, 0, min(MOST_LOOKED_AT, order.num_samples)).tolist()
