@@ -215,7 +215,7 @@ class _UncountedLoss:
 
 
 def _first_samples(run: Session) -> list[int]:
-    """Return the first samples of the global order, the same on any number of ranks; of the data if it has a sampler."""
+    """Return the first samples of the global order on any number of ranks; of the data if it has a sampler."""
     job = run.job
     if not job.source.is_keyed:
         return list(range(min(MOST_LOOKED_AT, len(job.source.dataset))))
