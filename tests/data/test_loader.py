@@ -2,9 +2,12 @@
 
 import ctypes
 import gc
+import math
+import multiprocessing
 import os
 import random
 import warnings
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.precision import num_threads
 from drivetrain.data.division import Division
-from drivetrain.data.keyed_items import KeyedItems
-from drivetrain.data.loader import Loader
+from drivetrain.data.keyed_items import KeyedItems, same
+from drivetrain.data.loader import Loader, cheapest_workers
+from drivetrain.loop.validation import seed_validation
 from tests import warm_python
+from tests.simulated_clock import SimulatedClock
 
 
 class Numbers(Dataset[Any]):
@@ -170,6 +177,108 @@ def test_closing_ends_the_workers_at_once() -> None:
     assert len(workers) >= 2
     source.close()
     assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
+
+
+class Pictures(Numbers):
+    """Items with noise that are summed up: how a sum is rounded depends on the number of threads."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        pixels = torch.rand(200_000) + np.random.random() + random.random()
+        return torch.stack([pixels.sum(), pixels.std()])
+
+
+def drawn_with(source: Loader) -> list[Any]:
+    """Return the batches of a whole set, and what a model would draw in this process with each."""
+    seed_validation(3)
+    with closing(source):
+        return [
+            (micro.batch, torch.rand(2), random.random(), np.random.random())
+            for _, parts in source.batches(0, 1)
+            for micro in parts
+        ]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the processes that were started."""
+    found: list[str] = []
+    start = multiprocessing.process.BaseProcess.start
+
+    def counted(process: Any) -> None:
+        found.append(process.name)
+        start(process)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", counted)
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "dataset",
+    [Noisy(40), SeldomNoisy(120), Pictures(10), TensorDataset(torch.randn(40, 3))],
+    ids=["noisy", "seldom", "pictures", "tensors"],
+)
+def test_a_small_set_is_read_here_as_workers_would(dataset: Any, threads: int, started: list[str]) -> None:
+    options: dict[str, Any] = {"num_workers": 2, "shuffle": False}
+    with num_threads(threads):
+        by_workers = drawn_with(loader(dataset, len(dataset), 9, **options))
+        assert len(started) == 2
+        source = loader(dataset, len(dataset), 9, **options, weighs_workers=True)
+        for _ in range(3):
+            assert same(drawn_with(source), by_workers)
+        assert len(started) == 2, "it started no worker"
+        assert torch.get_num_threads() == threads
+
+
+class Slow(Numbers):
+    """Items that take long, by a clock that only this process has."""
+
+    def __init__(self, size: int, seconds: float, spend: Callable[[float], None]) -> None:
+        super().__init__(size)
+        self.seconds, self.spend = seconds, spend
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.spend(self.seconds)
+        return super().__getitem__(index)
+
+
+def test_a_set_that_takes_long_is_read_by_workers(simulated_clock: SimulatedClock, started: list[str]) -> None:
+    before, data = simulated_clock.now, Slow(40, 0.5, simulated_clock.spend)
+    drawn_with(loader(data, 40, 10, num_workers=2, shuffle=False, weighs_workers=True))
+    assert len(started) == 2
+    assert simulated_clock.now - before < 2.1, "two items twice show that it can be read here; no more of it was"
+    data.seconds = 0.001
+    source = loader(data, 40, 10, num_workers=2, shuffle=False, weighs_workers=True)
+    drawn_with(source)
+    for seconds in (0.5, 0.001, 0.5, 0.5):  # once it had to wait for the disk; twice in turn, it will again
+        data.seconds = seconds
+        drawn_with(source)
+    assert len(started) == 2
+    drawn_with(source)
+    assert len(started) == 4
+
+
+def test_workers_of_a_whole_set_by_their_cost() -> None:
+    found = {seconds: cheapest_workers(seconds, 8, 0.1) for seconds in (0.0, 0.1, 0.2, 0.3, 1.0, 3.0, 10.0, math.inf)}
+    assert found == {0.0: 0, 0.1: 0, 0.2: 0, 0.3: 1, 1.0: 2, 3.0: 4, 10.0: 8, math.inf: 8}
+    assert cheapest_workers(10.0, 8, 2.5) == 1
+
+
+class Failing(Numbers):
+    def __getitem__(self, index: int) -> Tensor:
+        raise OSError("the disk is gone")
+
+
+def test_what_cannot_be_read_twice_is_read_by_workers(started: list[str]) -> None:
+    """A worker has a copy of the data set: what an item does to it is gone with the worker."""
+    options: dict[str, Any] = {"num_workers": 2, "shuffle": False}
+    by_workers = drawn_with(loader(OwnGenerator(20), 20, 10, **options))
+    source = loader(OwnGenerator(20), 20, 10, **options, weighs_workers=True)
+    for _ in range(2):
+        assert same(drawn_with(source), by_workers)
+    assert len(started) == 6
+    with pytest.raises(DrivetrainError, match="item 0 of the data set raised OSError"):
+        drawn_with(loader(Failing(20), 20, 10, num_workers=2, shuffle=False, weighs_workers=True))
 
 
 class Stuck(Numbers):

@@ -20,7 +20,10 @@ from drivetrain.config import configure
 from drivetrain.run import assemble
 from drivetrain.strategies.compiling import num_graphs
 from tests.api.jobs import Mlp, Sentences, Variant, Vectors, make_job, token_loss
+from tests.data.test_loader import started
 from tests.gloo_pool import GlooPool
+
+__all__ = ["started"]
 
 FLOAT64 = Variant(steps=10, num_samples=40, global_batch=16, save_every=5)
 NUM_VALID = 23  # divides by no number of ranks
@@ -159,6 +162,25 @@ def test_validation_changes_nothing_of_the_training(tmp_path: Path) -> None:
     watched = trained(tmp_path / "with", make_job(variant, valid=valid_set(), metrics=METRICS, valid_every=1))
     for name, value in weights_at(plain.folder, 12).items():
         assert torch.equal(value, weights_at(watched.folder, 12)[name]), name
+
+
+def test_workers_are_not_started_for_each_validation_of_a_small_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[str]
+) -> None:
+    """What is measured is what workers would give, to the bit: also what items and the model draw at random."""
+    variant = Variant(steps=6, num_samples=40, global_batch=16, noisy_items=True)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        output = model(batch[0])
+        return functional.cross_entropy(output + torch.rand_like(output), batch[1])
+
+    job = make_job(variant, loss=loss, valid=Vectors(replace(variant, num_samples=NUM_VALID)), valid_every=2)
+    by_workers = rows(trained(tmp_path / "asked for", job, 8, num_workers=2).folder)
+    assert len(started) == 2 + 3 * 2, "for the steps, and for each validation: as asked for"
+    started.clear()
+    monkeypatch.setattr(assemble, "_num_workers", lambda run, source: 2)  # as if it were measured
+    assert rows(trained(tmp_path / "measured", job, 8).folder) == by_workers
+    assert len(started) == 2, "for the steps alone"
 
 
 def test_parts_in_evaluation_mode_stay_so(tmp_path: Path) -> None:

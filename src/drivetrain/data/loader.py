@@ -6,17 +6,19 @@ exception.
 """
 
 import atexit
+import math
 import multiprocessing
 import pickle
 import signal
 import sys
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -25,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept
+from drivetrain.core.precision import num_threads
 from drivetrain.core.processes import MAIN_GUARD_REMEDY, forking, outlive_signals, trains_when_imported
 from drivetrain.core.value import format_bytes
 from drivetrain.data.batch import MicroBatch as MicroBatch
@@ -35,6 +38,7 @@ from drivetrain.data.feed import Feed, NoFeed, NumbersAhead, ResidentFeed
 from drivetrain.data.keyed_items import (
     Collate,
     Collated,
+    Generators,
     ItemError,
     KeyedItems,
     exactness_warnings,
@@ -45,6 +49,10 @@ from drivetrain.data.resident import Resident, Rows
 from drivetrain.data.source import Source, WorkerWishes, source_of
 
 CountAhead = Callable[[int, list[MicroBatch]], None]
+Found = TypeVar("Found")
+WORKER_SECONDS = 0.1  # to fork a worker and to end it: 0.05 of a small process, 0.13 of one with 4 GB
+IMPORTING_WORKER_SECONDS = 2.5  # to start one that imports torch
+LOOKED_AT = 8  # samples of a set, to forecast what all of them take
 _AGAIN = 2**48  # an epoch that no run reaches: what items draw at random when they are seen again is keyed by it
 
 
@@ -132,6 +140,7 @@ class Loader:
         feed: Feed | None = None,
         may_do_without_workers: bool = False,
         resident: Resident | None = None,
+        weighs_workers: bool = False,
     ) -> None:
         self.division, self.rank = division, rank
         self.source: Source = source_of(data)
@@ -156,7 +165,11 @@ class Loader:
         num_workers = 0 if resident is not None else num_workers
         self._num_workers = min(num_workers, 1) if self.source.is_iterable else num_workers
         self._may_do_without_workers = may_do_without_workers
-        self._gathers = self.items is not None and gathers(self.source.dataset, collate) and num_workers == 0
+        can_gather = self.items is not None and gathers(self.source.dataset, collate)
+        self._gathers = can_gather and (num_workers == 0 or weighs_workers)
+        self._weighing: _Weighing | None = None
+        if weighs_workers and self.items is not None:
+            self._weighing = _Weighing(self.items, self._collated, is_gathered=can_gather)
         self._workers: Iterator[Any] | None = None
         self._numbers: NumbersAhead | None = None
         self._begun: Fetched | None = None
@@ -323,9 +336,14 @@ class Loader:
         steps = self._steps(start, last_step, last_epoch)
         if self.resident is not None:
             return self._of_resident(steps, self.resident)
-        if self._num_workers:
+        number = self._num_workers
+        if number and self._weighing is not None:
+            number = self._weighing.workers_worth(number, self.division, _start_method(self.source))
+            if number == 0:
+                return self._weighing.read_as_by_workers(self._fetched_here(steps))
+        if number:
             keys = _Keys(steps)
-            workers = self._start_workers(keys, steps)
+            workers = self._start_workers(keys, steps, number)
             if workers is not None:
                 return self._taken_from(workers, keys)
         return self._fetched_here(steps)
@@ -381,7 +399,7 @@ class Loader:
             for _ in parts:  # of a step that was not used up
                 pass
 
-    def _start_workers(self, keys: "_Keys", steps: RankSteps) -> Iterator[Any] | None:
+    def _start_workers(self, keys: "_Keys", steps: RankSteps, number: int) -> Iterator[Any] | None:
         reason = _cannot_be_found_by_workers(self.source, self._collate)
         remedy = "make the data set picklable (no lambdas, no open files), or use --num-workers 0"
         if not reason and _start_method(self.source) != "fork" and trains_when_imported():
@@ -391,7 +409,7 @@ class Loader:
         if not reason:
             try:
                 with forking():
-                    self._workers = iter(self._torch_loader(keys, steps))
+                    self._workers = iter(self._torch_loader(keys, steps, number))
             except (AttributeError, TypeError, OSError, RuntimeError, ImportError, pickle.PicklingError) as error:
                 reason = str(error)
             else:
@@ -408,10 +426,10 @@ class Loader:
         self._num_workers = 0
         return None
 
-    def _torch_loader(self, keys: "_Keys", steps: RankSteps) -> DataLoader[Any]:
+    def _torch_loader(self, keys: "_Keys", steps: RankSteps, number: int) -> DataLoader[Any]:
         wishes: WorkerWishes = self.source.wishes
         common: dict[str, Any] = {
-            "num_workers": self._num_workers,
+            "num_workers": number,
             "pin_memory": self._pin_memory,
             "prefetch_factor": self._prefetch_factor,
             "worker_init_fn": partial(_begin_worker, wishes.init_function),
@@ -435,6 +453,69 @@ class Loader:
         if end_workers is not None:
             end_workers()
         _kill_stuck(getattr(workers, "_workers", ()))
+
+
+class _Weighing:
+    """Weighs what workers of a whole set save against what starting them costs, each time that it is read.
+
+    Reading in this process leaves the same behind as workers do: items and the model draw the same numbers.
+    """
+
+    def __init__(self, items: KeyedItems, collate: Collated, *, is_gathered: bool) -> None:
+        self._items, self._collate = items, collate
+        # Of this rank's share in this process, the last two times: one may have had to wait for the disk.
+        self._read_seconds = deque([0.0] if is_gathered else [], maxlen=2)
+
+    def workers_worth(self, most: int, division: Division, method: str) -> int:
+        if not self._read_seconds:
+            self._read_seconds.append(-(-division.global_batch // division.world_size) * self._sample_seconds())
+        start_seconds = WORKER_SECONDS if method == "fork" else IMPORTING_WORKER_SECONDS
+        return cheapest_workers(min(self._read_seconds), most, start_seconds)
+
+    def _sample_seconds(self) -> float:
+        """Read a few samples. Infinite for those that are not the same twice: a worker's copy of them always is."""
+        own = Generators([self._items.dataset, self._collate.collate])
+        with generators_kept(), own.kept(), num_threads(1):
+            began = time.perf_counter()
+            try:
+                if exactness_warnings(self._items, self._collate):
+                    return math.inf
+                seconds = time.perf_counter() - began
+                count = min(LOOKED_AT, len(self._items))
+                if seconds < 4 * WORKER_SECONDS:  # of four samples, perhaps the first ones that are read
+                    began = time.perf_counter()
+                    self._collate(self._items.__getitems__([(0, number) for number in range(count)]))
+                    return (time.perf_counter() - began) / count
+            except DrivetrainError:  # a worker that comes to that sample says so
+                return math.inf
+        return seconds / 4
+
+    def read_as_by_workers(self, fetched: Fetched) -> Fetched:
+        torch.empty((), dtype=torch.int64).random_()  # torch's DataLoader draws the seed of its workers
+        self._taken = 0.0
+        for step, micro_batches in self._timed(fetched):
+            yield step, self._timed(iter(micro_batches))
+        self._read_seconds.append(self._taken)
+
+    def _timed(self, found: Iterator[Found]) -> Iterator[Found]:
+        while True:
+            began = time.perf_counter()
+            with generators_kept(), num_threads(1):  # workers have one thread each, and sums are rounded by it
+                each = next(found, None)
+            self._taken += time.perf_counter() - began
+            if each is None:
+                return
+            yield each
+
+
+def cheapest_workers(read_seconds: float, most: int, start_seconds: float) -> int:
+    """Return how many workers are worth starting for a set that takes so long to read in this process.
+
+    They share the reading with this process, which computes meanwhile.
+    """
+    if math.isinf(read_seconds):
+        return most
+    return min(range(most + 1), key=lambda number: read_seconds / (number + 1) + number * start_seconds)
 
 
 _started: WeakSet[Any] = WeakSet()  # worker processes

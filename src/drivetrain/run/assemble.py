@@ -60,8 +60,16 @@ def division_of(run: Session, model: nn.Module | None) -> Division:
     return job.divided(run.way.micro_batch, run.world.size, least=least, is_fixed=is_fixed)
 
 
-def make_loader(run: Session, division: Division, data: Any, *, shuffle: bool, start: Position | None = None) -> Loader:
-    """Make a loader by the plan; the run closes it at its end."""
+def make_loader(
+    run: Session,
+    division: Division,
+    data: Any,
+    *,
+    shuffle: bool,
+    start: Position | None = None,
+    begins_often: bool = False,
+) -> Loader:
+    """Make a loader by the plan; the run closes it at its end. One that begins often weighs what workers cost."""
     source = source_of(data)
     wishes, device = source.wishes, run.world.device
     pins_memory = wishes.pin_memory if run.config.data.pin_memory is None else None
@@ -90,6 +98,7 @@ def make_loader(run: Session, division: Division, data: Any, *, shuffle: bool, s
             num_workers=_num_workers(run, source),
             planned=None if run.planned.data_path is None else run.planned.data_path.resident,
         ),
+        weighs_workers=begins_often and device.type == "cpu" and run.config.data.num_workers < 0,
     )
     loader.notes += run.residency.take_notes()
     run.loaders.append(loader)
@@ -198,7 +207,8 @@ def _validated_loss(run: Session) -> LossFunction:
 def whole_set_loader(run: Session, source: Source, micro_batch: int) -> Loader:
     """Make a loader of a whole data set in its own order, as one step: each sample once, over all ranks."""
     length = len(source.dataset)
-    return make_loader(run, Division(length, length, micro_batch, run.world.size), source.dataset, shuffle=False)
+    division = Division(length, length, micro_batch, run.world.size)
+    return make_loader(run, division, source.dataset, shuffle=False, begins_often=True)
 
 
 def _num_workers(run: Session, source: Source) -> int:
@@ -384,7 +394,7 @@ def _statistics_pass(run: Session, model: nn.Module, division: Division) -> Batc
         length = len(job.source.dataset)
         most = (job.swa and job.swa.batch_norm_samples) or length
         all_at_once = replace(division, num_samples=length, global_batch=min(most, length), batch_sizes=())
-        return make_loader(run, all_at_once, job.source.dataset, shuffle=True)
+        return make_loader(run, all_at_once, job.source.dataset, shuffle=True, begins_often=True)
 
     return BatchNormPass(model, _validated_loss(run), loader, run.precision, run.world, job.seed)
 
