@@ -4,9 +4,10 @@ import io
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,7 @@ from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import planner
 from drivetrain.planning.description import _alternatives
 from drivetrain.planning.planner import PlanningProgress
-from drivetrain.planning.probe import StepProbe
+from drivetrain.planning.probe import StepProbe, _has_compiled
 from drivetrain.run import Session
 from tests.api.jobs import Variant, Vectors, make_job
 from tests.api.test_resume import CrashingLoss, PlantedError
@@ -492,6 +493,10 @@ class Convolutions(nn.Module):
         super().__init__()
         self.parts = nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1), nn.BatchNorm2d(outputs), nn.ReLU())
 
+    def forward(self, images: Tensor) -> Tensor:
+        result: Tensor = self.parts(images)
+        return result
+
 
 @pytest.mark.parametrize(
     ("blocks", "scopes"),
@@ -509,6 +514,22 @@ def test_blocks_are_compiled_one_by_one_only_where_they_are_alike(
     for asked, expected in (("auto", scopes), ("blocks", ["blocks"]), ("both", ["both"]), ("loss", ["loss"])):
         run: Any = SimpleNamespace(config=SimpleNamespace(compile=SimpleNamespace(scope=asked)), shards=False)
         assert list(planner._compile_costs(run, model)) == expected
+
+
+@pytest.mark.parametrize(
+    "block",
+    [lambda: Convolutions(4, 4, 1), lambda: nn.TransformerEncoderLayer(8, 1, 8, batch_first=True)],
+    ids=["own", "of torch"],
+)
+def test_code_that_an_earlier_trial_compiled_is_found(block: Callable[[], nn.Module]) -> None:
+    """Otherwise a later trial of the same code, captured for example, is taken for one that compiled nothing."""
+    torch._dynamo.reset()
+    module = block()
+    assert not _has_compiled(type(module).forward)
+    called = torch.compile(MethodType(type(module).forward, module), backend="eager")
+    called(torch.randn(2, 4, 8, 8) if isinstance(module, Convolutions) else torch.randn(2, 3, 8))
+    assert _has_compiled(type(module).forward)
+    torch._dynamo.reset()
 
 
 def test_planning_shows_a_bar_with_the_time_left() -> None:

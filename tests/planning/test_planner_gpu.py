@@ -158,6 +158,23 @@ def test_a_short_step_is_captured_by_itself_and_learns_the_same(tmp_path: Path) 
 
 
 @pytest.mark.alone
+@pytest.mark.parametrize("scope", ["blocks", "both"])
+def test_compiled_blocks_of_torch_itself_are_captured(tmp_path: Path, scope: Any) -> None:
+    """What is compiled for the trial before is there already: the compiler has nothing to do."""
+    layer = nn.TransformerEncoderLayer(64, 2, 64, batch_first=True)
+    model = nn.Sequential(nn.Unflatten(1, (1, 64)), nn.TransformerEncoder(layer, 4), nn.Flatten(), nn.Linear(64, 4))
+    run = Session.join(job_of(lambda: model), configure(output_dir=tmp_path), quiet=True)
+    try:
+        loader_of = lambda division: make_loader(run, division, run.job.source, shuffle=True)  # noqa: E731
+        probe = StepProbe(run.job, build_model(run), run.world, loader_of, Journal(None))
+        way = StepWay(micro_batch=256, precision="bf16", compile_mode="default", compile_scope=scope)
+        found = [probe(each, 0.1) for each in (way, way.but(compile_scope="both"), way.but(capture=True))]
+        assert [measured.problem for measured in found] == [""] * 3
+    finally:
+        run.close_loaders()
+        run.world.close()
+
+
 def test_the_second_start_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "MUCH_SLOWER", math.inf)
     job = job_of(small, global_batch=64, steps=60)

@@ -478,6 +478,9 @@ def _first_line(error: Exception) -> str:
 
 def _has_compiled(function: Any) -> bool:
     """Return whether the compiler has made something of a function's code."""
+    if str(getattr(function, "__module__", "")).startswith("torch."):
+        # The compiler leaves torch's own modules alone, such as `nn.TransformerEncoderLayer`: it compiles a call of it.
+        function = torch._dynamo.external_utils.wrap_inline(function)
     code = getattr(function, "__code__", None)
     return code is not None and bool(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
 
