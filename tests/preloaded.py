@@ -7,6 +7,9 @@ import gc
 from contextlib import suppress
 from importlib import import_module
 
+from drivetrain.config import configure
+from drivetrain.core.launchers import code_version
+
 MODULES = (
     "torch",
     "torch._dynamo",
@@ -26,5 +29,8 @@ for module in MODULES:
 for module in IF_INSTALLED:
     with suppress(ImportError):
         import_module(module)
+# Kept by each process once it knows: the strategies of installed packages, and a hash of our own files.
+configure()
+code_version()
 gc.freeze()
 gc.enable()

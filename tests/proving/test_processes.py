@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import math
 import os
 import stat
 import sys
@@ -13,8 +14,10 @@ import torch
 from rich.console import Console
 
 from drivetrain.core.processes import SetAside
+from drivetrain.data.keyed_items import GATHERED
 from drivetrain.proving import Certificate, Check, Classification, Kind
 from drivetrain.proving.processes import Workplace, _start
+from drivetrain.proving.recorder import Recorder, read_rank
 
 
 def many_threads() -> float:
@@ -83,3 +86,42 @@ def test_garbage_of_the_parent_is_not_destroyed_in_a_rank(tmp_path: Path) -> Non
     process = _start(train, tmp_path / "log", {})
     process.join()
     assert process.exitcode == 0
+
+
+TENSORS = {
+    **{str(kind): torch.tensor([[1, 0], [2, 1]]).to(kind) for kind in GATHERED},
+    "a number": torch.tensor(2.5),
+    "nothing": torch.empty(0, 3),
+    "not finite": torch.tensor([math.nan, -math.inf, -0.0]),
+    "turned": torch.arange(6.0).view(2, 3).t(),
+    "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+}
+
+
+def test_tensors_are_written_and_read_bit_by_bit(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "rank-0")
+    recorder.weights(TENSORS)
+    recorder.finish(None)
+    found = read_rank(tmp_path / "rank-0").weights
+    assert found.keys() == TENSORS.keys()
+    for name, expected in TENSORS.items():
+        assert (found[name].dtype, found[name].shape) == (expected.dtype, expected.shape), name
+        assert torch.equal(bits(found[name]), bits(expected)), name
+        found[name].zero_()  # memory of its own that may be written to
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8)
+
+
+def test_a_file_that_a_kill_cut_is_read_up_to_its_last_entry(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "rank-0")
+    recorder.note("first")
+    recorder.weights({"weight": torch.ones(100)})
+    whole = (tmp_path / "rank-0").read_bytes()
+    for length in range(whole.index(b"weights"), len(whole), 7):
+        (tmp_path / "cut").write_bytes(whole[:length])
+        found = read_rank(tmp_path / "cut")
+        assert found.notes == ["first"]
+        assert not found.weights

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.launchers import code_version
 from drivetrain.core.processes import die_with_parent, forking, kill_group
 from drivetrain.core.run_folder import write_atomically
 from drivetrain.proving.case import Case, Trainer
@@ -122,6 +123,8 @@ def _answer(function: Callable[[], Any], path: Path) -> None:
 def _run_ranks(trainer: Trainer, case: Case, place: Path, time_limit: float) -> tuple[str, bool]:
     """Return the error of the rank that failed first, if any; and whether ranks were killed on purpose."""
     world, port = case.world_size, _free_port()
+    if world > 1:
+        code_version()  # is kept: each rank would read all source files of this package
     processes = []
     for rank in range(world):
         environment = {

@@ -4,6 +4,7 @@ What it sees is written out at once, entry by entry, so that it survives a kill 
 rank by rank, is read from these files: values only.
 """
 
+import io
 import os
 import pickle
 import signal
@@ -160,6 +161,24 @@ class Kill:
             turn = f", in turn {self.turn + 1}" if self.turn else ""
             return f"in step {self.step + 1}{turn}, after micro-batch {self.number + 1}"
         return f"after step {self.step}" if self.when == "after_step" else f"in a save after step {self.step}"
+
+
+class _EntryPickler(pickle.Pickler):
+    """Writes tensors as their bytes: torch would write an archive for each, which takes ten times as long."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+            return NotImplemented
+        if value.is_conj() or value.is_neg() or value.is_quantized:
+            return NotImplemented
+        content = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor_of, (content, value.dtype, tuple(value.shape))
+
+
+def _tensor_of(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
 
 
 class Recorder:
@@ -376,7 +395,7 @@ class Recorder:
         gradients: dict[str, Tensor] | None = given
         if gradients is None and self.num_steps < self._keep_gradients:
             gradients = {name: _whole(gradient) for name, gradient in seen.items()}
-        norms = [_norm(gradient) for gradient in (seen if given is None else given).values()]
+        norms = [_norm(gradient) for gradient in (seen if gradients is None else gradients).values()]
         step = StepTrace(
             tuple(micro for micro in self._micro_batches if micro.turn == turn),
             tuple(float(group["lr"]) for group in optimizer.param_groups),
@@ -450,7 +469,9 @@ class Recorder:
     # Files
 
     def _write(self, kind: str, value: Any) -> None:
-        self._file.write(pickle.dumps((kind, value)))
+        entry = io.BytesIO()
+        _EntryPickler(entry).dump((kind, value))
+        self._file.write(entry.getbuffer())
 
     def _watch_files(self, folder: Path) -> None:
         """Count files opened for writing, renamed or made below the folder, and kill this process at the chosen one."""
