@@ -95,6 +95,15 @@ def test_pages_are_made_without_torch(folder: Path, copied: Path, tmp_path: Path
     assert (tmp_path / "compare.html").exists()
 
 
+def test_a_flag_is_no_other_code(tmp_path: Path) -> None:
+    runs = [tmp_path / "own" / "suite", tmp_path / "faster" / "suite"]
+    for folder, settings in zip(runs, ({}, {"learning_rate": 0.2}), strict=True):
+        run(str(folder.parent), SMALL, settings=settings, valid=make_job(SMALL).data)
+    differences = dict(compare(runs).differences)
+    assert differences["config: optimizer.learning_rate"] == ("None", "0.2")
+    assert not [name for name in differences if name.startswith("code")]
+
+
 def test_the_words(folder: Path) -> None:
     text = summary(RunData.read(folder))
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]

@@ -64,7 +64,7 @@ class RunOfArm:
             if key in _LEARNED or not key.startswith(_NOT_LEARNED)  # the seed is in the section `run`
         }
         job = {key: value for key, value in self.data.job.items() if key not in _OF_EVERY_RUN}
-        code = {name: mark for kind in ("functions", "methods") for name, mark in self._marks(kind).items()}
+        code = {**self._marks("functions"), **self._marks("without_flags"), **self._marks("methods")}
         return {
             **{f"config: {key}": value for key, value in learned.items()},
             **{f"job: {key}": value for key, value in job.items()},

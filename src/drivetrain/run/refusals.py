@@ -23,6 +23,7 @@ from drivetrain.data.keyed_items import KeyedItems
 from drivetrain.data.source import Glance, Source, are_steady, difference, glance
 from drivetrain.job import Job
 from drivetrain.run.claiming import ExtendedSchedule
+from drivetrain.run.job_settings import ConfiguredOptimizer
 from drivetrain.run.session import Session
 from drivetrain.strategies.compiling import modules_named
 from drivetrain.strategies.layers import repeated_blocks
@@ -50,6 +51,7 @@ class Fingerprint:
             "torch": torch.__version__,
             "machine": f"{platform.node()} {platform.machine()}",
             "functions": dict(self._functions(job)),
+            "without_flags": self._without_flags(job),
             "parts": self._taken("the model's parts", module_fingerprints, model),
             "methods": self._methods(model),
             "samples": dict(self._samples(job)),
@@ -109,6 +111,12 @@ class Fingerprint:
             found = self._taken(name, function_fingerprint, thing)
             if found:
                 yield name, found
+
+    def _without_flags(self, job: Job) -> dict[str, str]:
+        """Return the marks of functions as the user wrote them, where `functions` has them with values of flags."""
+        if not isinstance(job.optimizer, ConfiguredOptimizer):
+            return {}
+        return {"optimizer function": self._taken("optimizer function", function_fingerprint, job.optimizer.make)}
 
     def _methods(self, model: nn.Module) -> dict[str, str]:
         found: dict[str, str] = {}
