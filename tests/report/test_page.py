@@ -327,7 +327,7 @@ PROBE = """
 addEventListener('securitypolicyviolation', (event) => seen.errors.push('policy: ' + event.violatedDirective));
 const seen = {errors: []};
 addEventListener('error', (event) => seen.errors.push(String(event.message)));
-addEventListener('load', () => {
+addEventListener('load', async () => {
   const root = document.documentElement, chart = document.querySelector('.chart');
   const legend = () => chart.querySelector('.u-legend').textContent;
   chart.focus();
@@ -337,6 +337,24 @@ addEventListener('load', () => {
   Object.assign(seen, {before, after: legend(), focused: document.activeElement === chart, drawn: root.dataset.drawn,
     canvases: document.querySelectorAll('canvas').length, title: document.title, theme: root.dataset.theme,
     width: document.scrollingElement.scrollWidth, room: innerWidth});
+  // uPlot draws in a microtask: what the plot shows is read when it has.
+  const shown = () => uPlot.sync('run').plots[0].scales.x, span = () => shown().max - shown().min;
+  const area = chart.querySelector('.u-over'), spans = [span()];
+  const press = (key) => { chart.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true})); };
+  const finger = (kind, at, y = 50) => {
+    const edges = area.getBoundingClientRect();
+    area.dispatchEvent(new PointerEvent(kind, {pointerType: 'touch', bubbles: true,
+      clientX: edges.left + at * edges.width, clientY: edges.top + y}));
+  };
+  const settled = () => new Promise((done) => setTimeout(done, 400));  // a touch at once would be a double tap
+  for (const key of ['+', '-', '+', 'Escape']) { press(key); await settled(); spans.push(span()); }
+  finger('pointerdown', 0.25); finger('pointermove', 0.5); finger('pointerup', 0.5);
+  await settled(); spans.push(span());
+  finger('pointerdown', 0.25); finger('pointermove', 0.27); finger('pointercancel', 0.27);
+  await settled(); spans.push(span());
+  finger('pointerdown', 0.3); finger('pointerup', 0.3); finger('pointerdown', 0.3); finger('pointerup', 0.3);
+  await settled(); spans.push(span());
+  seen.spans = spans.map((each) => each / spans[0]);
   const inked = [...document.querySelectorAll('canvas')].map((canvas) =>
     canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value));
   const over = document.querySelector('select');
@@ -399,6 +417,11 @@ def test_the_page_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:
     assert seen["focused"]
     assert "–" in seen["before"]
     assert seen["after"] != seen["before"], "arrow keys move along the curve"
+    whole, closer, back, again, escaped, by_finger, scrolled, shown = seen["spans"]
+    assert (whole, closer, back, again, escaped) == (1, pytest.approx(0.5, abs=0.01), 1, closer, 1)
+    assert by_finger == pytest.approx(0.25, abs=0.02), "a finger that moves sideways zooms"
+    assert scrolled == by_finger, "one that scrolls the page does not"
+    assert shown == 1, "a double tap shows all"
     assert {seen["theme"], seen["other"]} == {"light", "dark"}
     assert seen["width"] <= seen["room"], "nothing is wider than the window"
     nodes = figures_of(text)["knowledge"][-1]["nodes"]

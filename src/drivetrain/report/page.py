@@ -5,6 +5,7 @@ import hashlib
 import html
 import json
 import math
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -229,12 +230,17 @@ def section(title: str, body: str) -> Iterator[str]:
         yield f"<section><h2>{text(title)}</h2>{body}</section>"
 
 
+def _breakable(told: str) -> str:
+    """Return a text whose long names may be broken behind their dots and underscores, on a narrow screen."""
+    return re.sub(r"(?<=[a-z])([._])(?=[a-z])", r"\1<wbr>", told)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a table of texts; nothing where it has no rows."""
     if not rows:
         return ""
     cells = "".join(f"<th scope=col>{text(each)}</th>" for each in head)
-    lines = "".join(f"<tr>{''.join(f'<td>{text(each)}</td>' for each in row)}</tr>" for row in rows)
+    lines = "".join(f"<tr>{''.join(f'<td>{_breakable(text(each))}</td>' for each in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 

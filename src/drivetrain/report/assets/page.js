@@ -154,12 +154,44 @@
       hooks: { draw: chart.stacked ? [] : [marks(chart, chart.lines, 1)] },
     }, [x, ...drawn], entry.canvas);
     if (isZoomed) entry.plot.setScale("x", kept);
+    fingers(entry.plot);
+  };
+
+  // A finger that moves sideways zooms as a mouse does; one that moves up or down scrolls the page.
+  const fingers = (plot) => {
+    const over = plot.over;
+    let last = -1e9;
+    over.style.touchAction = "pan-y";
+    const mouse = (kind, { clientX, clientY }, target) =>  // uPlot takes a drag without movement for none
+      target.dispatchEvent(new MouseEvent(kind, { clientX, clientY, movementX: 1, button: 0, bubbles: true }));
+    const on = (kind, does) => over.addEventListener(kind, (event) => { if (event.pointerType === "touch") does(event); });
+    on("pointerdown", (event) => {
+      if (event.timeStamp - last < 350) mouse("dblclick", event, over);
+      last = event.timeStamp;
+      mouse("mousedown", event, over);
+    });
+    on("pointermove", (event) => mouse("mousemove", event, over));
+    on("pointerup", (event) => mouse("mouseup", event, document));
+    on("pointercancel", (event) => {  // the page scrolls
+      plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+      mouse("mouseup", event, document);
+    });
+  };
+
+  // Around the point of the cursor; without one, around the middle.
+  const zoom = (plot, factor) => {
+    const x = plot.data[0], { min, max } = plot.scales.x, at = plot.cursor.idx;
+    const middle = at === null || at === undefined ? (min + max) / 2 : x[at], whole = x[x.length - 1] - x[0];
+    const span = Math.min(whole, (max - min) * factor), low = Math.min(Math.max(x[0], middle - span / 2), x[0] + whole - span);
+    plot.setScale("x", { min: low, max: low + span });
   };
 
   const keys = (entry) => (event) => {
     const plot = entry.plot, number = plot.data[0].length;
     if (!number) return;
     if (event.key === "Escape") { plot.setScale("x", { min: plot.data[0][0], max: plot.data[0][number - 1] }); return; }
+    const factor = { "+": 0.5, "=": 0.5, "-": 2 }[event.key];
+    if (factor && !event.ctrlKey && !event.metaKey) { zoom(plot, factor); return; }
     const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -number, End: number }[event.key];
     if (move === undefined) return;
     event.preventDefault();
@@ -173,7 +205,7 @@
     box.className = "chart";
     box.tabIndex = 0;
     box.setAttribute("role", "group");
-    box.setAttribute("aria-label", chart.title + ": arrow keys move along the curve, Escape shows all of it");
+    box.setAttribute("aria-label", chart.title + ": arrow keys move along the curve, + and - zoom, Escape shows all of it");
     const title = element("h3", "", box);
     element("span", chart.title, title);
     if (chart.note) element("p", chart.note, box).className = "told";
@@ -215,7 +247,7 @@
     theme.addEventListener("click", () => { paint(document.documentElement.dataset.theme !== "dark"); shown.forEach(build); });
     system.addEventListener("change", () => { paint(system.matches); shown.forEach(build); });
     addEventListener("beforeprint", () => { paint(false); shown.forEach(build); });
-    element("span", "Drag to zoom, double-click to see all", bar).className = "hint";
+    element("span", `Drag to zoom, double-${matchMedia("(pointer: coarse)").matches ? "tap" : "click"} to see all`, bar).className = "hint";
   };
 
   // What happened on the clock: a band for each start, its height by what the time went into, and marks for faults.
