@@ -99,8 +99,10 @@ def test_a_flag_is_no_other_code(tmp_path: Path) -> None:
     runs = [tmp_path / "own" / "suite", tmp_path / "faster" / "suite"]
     for folder, settings in zip(runs, ({}, {"learning_rate": 0.2}), strict=True):
         run(str(folder.parent), SMALL, settings=settings, valid=make_job(SMALL).data)
-    differences = dict(compare(runs).differences)
-    assert differences["config: optimizer.learning_rate"] == ("None", "0.2")
+    found = compare(runs)
+    assert [arm.label for arm in found.arms] == ["learning_rate=auto", "learning_rate=0.2"]
+    differences = dict(found.differences)
+    assert differences["config: optimizer.learning_rate"] == ("auto", "0.2")
     assert not [name for name in differences if name.startswith("code")]
 
 

@@ -35,6 +35,7 @@ _OF_A_START = ("run.", "watch.", "checkpoint.fresh")  # how a run was begun and 
 _OF_EVERY_RUN = ("name", "seed", "extensions")
 _WORDS_OF_A_RUN = ("--seed", "--name", "--run-name", "--output-dir", "--output", "--out")  # in the flags of a script
 _ORDER = ("num_samples", "shuffle", "order", "grouped by length")
+_AUTO = "auto"  # as the flags call a setting that was not given
 _MOST_SETTINGS_IN_LABEL = 3
 
 
@@ -399,7 +400,7 @@ def _labels(facts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[st
 def _label(key: str, value: Any) -> str:
     if key.startswith("flags "):
         return str(value or "no flags")
-    return f"{key.rpartition('.')[2].rpartition(': ')[2]}={value}"
+    return f"{key.rpartition('.')[2].rpartition(': ')[2]}={_AUTO if value is None else value}"
 
 
 def _pairs(first: Arm, other: Arm) -> tuple[list[tuple[RunOfArm, RunOfArm]], bool, list[str]]:
@@ -621,6 +622,8 @@ def _differences(arms: Sequence[Arm]) -> tuple[tuple[str, tuple[str, ...]], ...]
     found = []
     for key in keys:
         values = tuple(" / ".join(dict.fromkeys(_short(known.get(key)) for known in runs)) for runs in facts)
+        if key.startswith("config: "):
+            values = tuple(_AUTO if value == "None" else value for value in values)
         if len(set(values)) > 1:
             found.append((key, _as_letters(values) if key.startswith(("code: ", "model: ")) else values))
     return tuple(found)
