@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests import cpu_seconds, warm_python, warm_workers
-from tests.gloo_pool import gloo_pool
+from tests.gloo_pool import gloo_pool, pool_of_session
 from tests.simulated_clock import simulated_clock
 
-__all__ = ["gloo_pool", "simulated_clock"]
+__all__ = ["gloo_pool", "pool_of_session", "simulated_clock"]
 
 # Rewriting the asserts of all tests takes longer than importing torch: even where bytecode is not wanted
 # (PYTHONDONTWRITEBYTECODE), it is kept here, in `__pycache__`; child processes write none.

@@ -87,6 +87,7 @@ class GlooPool:
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"world is {world}, but the pool has {self.size} ranks")
+        self._signal(signal.SIGCONT)
         if world != self._joined_world and any(num_threads(pid) > MOST_THREADS for pid in self.pids):
             self._kill()
         self._start()
@@ -102,9 +103,18 @@ class GlooPool:
         self._joined_world = world
         return [answers[rank].value for rank in range(world)]
 
+    def pause(self) -> None:
+        """Stop the ranks until the next call: the threads of their groups wake up a thousand times a second."""
+        self._signal(signal.SIGSTOP)
+
     def close(self) -> None:
         self._kill()
         self._folder.cleanup()
+
+    def _signal(self, number: int) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):  # it ended
+                os.kill(pid, number)
 
     def _start(self) -> None:
         if self._ranks and all(process.is_alive() for process, _ in self._ranks):
@@ -250,8 +260,15 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 @pytest.fixture(scope="session")
-def gloo_pool() -> Iterator[GlooPool]:
+def pool_of_session() -> Iterator[GlooPool]:
     """Four ranks for all tests of a session; they start when the first test uses them."""
     pool = GlooPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def gloo_pool(pool_of_session: GlooPool) -> Iterator[GlooPool]:
+    """The ranks of the session, which are paused where no test of the file uses them any more."""
+    yield pool_of_session
+    pool_of_session.pause()

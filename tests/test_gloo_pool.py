@@ -120,6 +120,15 @@ def test_ranks_with_many_threads_are_replaced_where_the_world_changes(gloo_pool:
     assert max(map(num_threads, after)) < MOST_THREADS
 
 
+def test_paused_ranks_rest_and_go_on(gloo_pool: GlooPool) -> None:
+    before = gloo_pool.run(process_id, world=4)
+    gloo_pool.pause()
+    while {psutil.Process(pid).status() for pid in before} != {"stopped"}:  # until the limit of every test
+        time.sleep(0.01)
+    assert gloo_pool.run(rank_and_sum, 0, world=4)[3] == (3, 4, 6.0)
+    assert gloo_pool.run(process_id, world=2) == before[:2]
+
+
 def test_more_ranks_than_there_are(gloo_pool: GlooPool) -> None:
     with pytest.raises(ValueError, match="world is 5, but the pool has 4 ranks"):
         gloo_pool.run(process_id, world=5)

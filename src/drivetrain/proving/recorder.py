@@ -164,7 +164,7 @@ class Kill:
 
 
 class _EntryPickler(pickle.Pickler):
-    """Writes tensors as their bytes: torch would write an archive for each, which takes ten times as long."""
+    """Writes tensors as their bytes: torch would write an archive for each, which takes several times as long."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
