@@ -355,14 +355,19 @@ def test_a_compiled_step_that_is_launch_bound_is_captured_in_a_job_of_minutes() 
 
     costs = {"blocks": 10.0, "both": 10.0}
     scope = {"others": {"capture": (True,), "compile_mode": ("default",)}, "compile_costs": costs}
-    minutes = HostBound(overhead=0.0, per_sample=1e-3).tune(remaining_samples=64 * 2000, **scope)
+    slow = HostBound(overhead=0.0, per_sample=1e-3, compile_seconds=200.0)  # 20 s for each of the two
+    minutes = slow.tune(remaining_samples=64 * 4000, compile_share=1.0, **scope)
     assert minutes.way.capture
-    assert minutes.way.compile_scope == "blocks", "too short to compile the other once more"
+    assert minutes.way.compile_scope == "blocks", "too short to load the other once more"
     hour = HostBound(overhead=0.0, per_sample=1e-3).tune(remaining_samples=64 * 10**5, **scope)
     assert (hour.way.capture, hour.way.compile_scope) == (True, "both")
     assert "+50%" in hour.reasons["compile_scope"]
     brief = HostBound(overhead=0.0, per_sample=1e-3, compile_seconds=1.0).tune(remaining_samples=64 * 1000, **scope)
     assert not brief.way.capture
+    # On a slow host a trial takes longer, and so it is worth less.
+    slow = HostBound(overhead=0.0, per_sample=1e-3)
+    slow.measure = lambda way, seconds: HostBound.measure(slow, way, seconds).model_copy(update={"trial_seconds": 20.0})  # type: ignore[method-assign]
+    assert not slow.tune(remaining_samples=64 * 4000, **scope).way.capture
 
 
 @pytest.mark.parametrize(("gain", "taken"), [(0.5, True), (0.1, False)])

@@ -255,6 +255,7 @@ class Measurement(Value):
     optimizer_bytes: int = 0
     launch_share: float = 0.0  # of a step's time, until the host has launched all of it; 0: not measured
     is_brief: bool = False  # its time is of one step alone: good for an estimate, not to compare
+    trial_seconds: float = 0.0  # that the search spent on it, with everything that trying it takes
 
 
 class Tried(Value):
@@ -418,8 +419,10 @@ class _Search:
         share = RECORD_SHARE_LAUNCH_BOUND if is_launch_bound else RECORD_SHARE
         if measured.launch_share < LAUNCH_BOUND_COMPILED:
             return way
-        if left * share < RECORD_SECONDS:
-            self._reasons["capture"] = f"not tried: the job takes {left:.0f} s more, too little to spend seconds on it"
+        cost = max(RECORD_SECONDS, measured.trial_seconds - measured.setup_seconds)
+        if left * share < cost:
+            why = f"not tried: the job takes {left:.0f} s more, too little to spend some {cost:.0f} s on it"
+            self._reasons["capture"] = why
             return way
         best = self._compared(way, way.but(capture=True), "capture", RECORD_GAIN, worth_seconds=math.inf)
         return self._other_scopes_captured(best) if best.capture and is_launch_bound else best
@@ -434,7 +437,9 @@ class _Search:
             found = tried.get(way.but(compile_scope=scope, capture=False))
             if scope == way.compile_scope or found is None or found.problem or found.launch_share < LAUNCH_BOUND:
                 continue
-            if found.setup_seconds <= self._seconds_left(way) * RECORD_SHARE:
+            # Its code is there, or in the compiler's cache: to load it takes a fraction of compiling it.
+            cost = max(RECORD_SECONDS, found.setup_seconds / 3)
+            if cost <= self._seconds_left(way) * RECORD_SHARE_LAUNCH_BOUND:
                 other = way.but(compile_scope=scope)
                 way = self._compared(way, other, "compile_scope", RECORD_GAIN, worth_seconds=math.inf)
         return way

@@ -426,7 +426,9 @@ class _Search:
         self._num_measured += 1
         if self._on_probe is not None:
             self._on_probe.begins(f"trying {way}", self._expected_seconds(way))
+        began = time.monotonic()
         found = self._probe(way, seconds, of_part=not seconds)
+        found = found.model_copy(update={"trial_seconds": round(time.monotonic() - began, 3)})
         if self._on_probe is not None:
             self._on_probe(way, found)
         if not found.problem:
