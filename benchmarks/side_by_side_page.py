@@ -51,7 +51,7 @@ def metrics(document: Mapping[str, Any]) -> list[Metric]:
     first, later = slice(0, 1), slice(1, None)
 
     def over_lean(entry: Entry) -> list[float]:
-        return [value - lean for value in of_runs(entry, "step_us")]
+        return [round(value - lean, 3) for value in of_runs(entry, "step_us")]
 
     return [
         Metric(f"{unit}, best flags", "", _scaled("rates"), 1, "speed"),
@@ -90,10 +90,10 @@ REASONS = {
     "kill": "the start is part of it, see above, and so are the steps that were lost",
 }
 ON_A_GPU = {
-    "speed": "probably compiling block by block, which the plan chose for a job of 4,000 steps since it is quicker to "
-    "compile; the tuned loop is compiled whole, with its loss",
-    "start": "a plan is searched and the model compiled, which pays in the steps that follow; the plain loop does not "
-    "compile, and all others that do take longer",
+    "speed": "the plan chose to compile block by block for a job of 4,000 steps, since it is quicker to compile: "
+    "34.8 ms a step captured; the tuned loop is compiled whole, with its loss: 33.4 ms",
+    "start": "a plan is searched, with nine trials and the model compiled in two ways, which pays in the steps that "
+    "follow; the plain loop does not compile",
     "memory": "a second copy of weights and moments stays on the GPU, so that a save does not stop training, and "
     "captured steps have memory of their own",
 }

@@ -44,7 +44,7 @@ def contest(name: str, smoke: bool = False) -> Contest:
         unit="samples/s",
         units_per_step=size,
         competitors=(
-            model.ours(smoke) if hasattr(model, "ours") else with_no_flags(work, cap_seconds=180),
+            model.ours(smoke) if hasattr(model, "ours") else with_no_flags(work, cap_seconds=300),
             hand("eager", "eager", 60, compiled=False),
             hand("compiled", "the loss compiled with the model inside", 150, compiled=True),
         ),
