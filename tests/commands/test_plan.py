@@ -19,9 +19,11 @@ import torch
 import yaml
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain import DrivetrainError
 from drivetrain.api.measuring import plan
+from drivetrain.api.training import train
 from drivetrain.cli import main
 from drivetrain.commands import in_process as showing
 from drivetrain.commands import training as launching
@@ -62,6 +64,60 @@ def test_by_rule_and_measured(tmp_path: Path) -> None:
     assert measured.tried[0].measurement.sample_seconds > 0
     assert measured.choices["compile.enabled"].reason.startswith("not tried: the job takes 0 s more")
     assert [entry.name for entry in tmp_path.iterdir()] == ["drivetrain-cache"], "no run folder is made"
+
+
+class Squares(Dataset[tuple[Tensor, Tensor]]):
+    """Items that are made when they are asked for."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        value = torch.tensor([number / 60])
+        return value, value.square()
+
+
+def stacked(items: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [torch.stack(column) for column in zip(*items, strict=True)]
+
+
+PAIRS = TensorDataset(torch.arange(60.0).unsqueeze(1) / 60, (torch.arange(60.0) / 60).square().unsqueeze(1))
+DATA: dict[str, Any] = {
+    "tensors": PAIRS,
+    "a sampler": DataLoader(PAIRS, sampler=[*range(59, -1, -1)]),
+    "items": Squares(),
+    "own collate": DataLoader(
+        PAIRS, collate_fn=lambda items: [torch.stack(column) for column in zip(*items, strict=True)]
+    ),
+    "workers": DataLoader(PAIRS, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("resident", ["auto", "on", "off"])
+def test_the_run_does_what_the_plan_says(tmp_path: Path, name: str, resident: str) -> None:
+    job = Job(
+        name="predicted",
+        model=lambda: nn.Linear(1, 1),
+        data=DATA[name],
+        loss=lambda model, batch: functional.mse_loss(model(batch[0]), batch[1]),
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        global_batch=12,
+        epochs=1,
+    )
+    settings = {"gpu_mode": "cpu", "resident": resident, "output_dir": tmp_path, "quiet": True, "report": False}
+    said = plan(job, configure(**settings))
+    result = train(job, configure(**settings))
+    did = yaml.safe_load((result.folder / "plan.yaml").read_text())
+    assert {name: "auto" if choice.value is None else choice.value for name, choice in said.choices.items()} == {
+        name: choice["value"] for name, choice in did["choices"].items()
+    }
+    is_resident = did["data_path"].startswith("resident")
+    assert ("data.resident" in said.choices) == is_resident
+    if "data.num_workers" in said.choices:
+        assert did["num_workers"] == said.choices["data.num_workers"].value
+    if is_resident:
+        assert ("asked for" in said.choices["data.resident"].reason) == (resident == "on")
 
 
 class Idle:

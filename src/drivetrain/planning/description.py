@@ -14,6 +14,7 @@ from drivetrain.plan.knobs import KNOBS, REMEDIES, KnobFacts, PlanningOutcome, S
 from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan, PlannedRun
 from drivetrain.plan.rules import DataPath
 from drivetrain.plan.tune import IN_WORDS, Measurement, Tuned, plainest
+from drivetrain.run.assemble import workers_by_rule
 from drivetrain.run.model_factory import has_convolutions
 from drivetrain.run.session import Session
 from drivetrain.strategies.sharding import ROOT, forecast_local, layout_of
@@ -77,7 +78,7 @@ def described(
         outcome,
         before={"distributed.strategy": _strategy(run, model, planned.way)},
         after={
-            **_data_choices(run, data),
+            **_data_choices(run, planned, data),
             **({} if run.experts is None else {"distributed.expert_rest": sharded_rest}),
         },
     )
@@ -154,13 +155,20 @@ def _validation_seconds(run: Session, tuned: Tuned | None) -> float | None:
     return measured.sample_seconds * FORWARD_SHARE * samples * num_validations
 
 
-def _data_choices(run: Session, data: Choice[DataPath] | None) -> dict[str, Choice[Any]]:
+def _data_choices(run: Session, planned: PlannedRun, data: Choice[DataPath] | None) -> dict[str, Choice[Any]]:
     """Return how samples reach the device: as measured, else as it is now, else by rule."""
     if data is not None and data.value.resident:
         return {"data.resident": Choice(value="on", reason=data.reason, alternatives=data.alternatives)}
-    if data is None and run.residency.num_bytes:
-        return {"data.resident": Choice(value="on", reason="it is in memory already, and fits on the device")}
-    workers, ahead = run.settings.num_workers, run.settings.prefetch_factor
+    if data is None and (run.residency.num_bytes or _will_be_resident(run, planned)):
+        is_asked = run.config.data.resident == "on"
+        reason = "asked for" if is_asked else "it is in memory already, and fits on the device"
+        return {"data.resident": Choice(value="on", reason=reason, pinned=is_asked)}
+    workers, ahead, wishes = run.settings.num_workers, run.settings.prefetch_factor, run.job.source.wishes
+    if data is None and run.config.data.num_workers < 0:
+        workers = workers_by_rule(run, run.job.source)
+        if workers.value and wishes.num_workers is not None and run.config.data.prefetch_factor is None:
+            own = wishes.prefetch_factor
+            ahead = Choice(value=own or ahead.value or 2, reason="the DataLoader's own" if own else "as torch does")
     if data is not None:
         workers = Choice(value=data.value.num_workers, reason=data.reason, alternatives=data.alternatives)
         ahead = Choice(value=data.value.prefetch_factor, reason="by how evenly batches are read")
@@ -168,6 +176,12 @@ def _data_choices(run: Session, data: Choice[DataPath] | None) -> dict[str, Choi
         "data.num_workers": workers,
         "data.prefetch_factor": Choice(value=ahead.value or None, reason=ahead.reason),
     }
+
+
+def _will_be_resident(run: Session, planned: PlannedRun) -> bool:
+    path = None if planned.data_path is None else planned.data_path.resident
+    job, channels_last = run.job, planned.way.channels_last
+    return run.residency.is_expected(job.source, job.collate, channels_last=channels_last, planned=path)
 
 
 def _strategy(run: Session, model: nn.Module, way: StepWay) -> Choice[str]:

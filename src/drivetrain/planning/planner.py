@@ -52,7 +52,7 @@ from drivetrain.plan.tune import (
 from drivetrain.planning.description import described, facts_of
 from drivetrain.planning.probe import Journal, StepProbe, measured_data_path
 from drivetrain.planning.repeat import RepeatProbe
-from drivetrain.planning.trials import TRIED, ShardedProbe, why_not_tried, with_micro_batch
+from drivetrain.planning.trials import TRIED, ShardedProbe, why_not_read, why_not_tried, with_micro_batch
 from drivetrain.run.assemble import make_loader, takes_any_number
 from drivetrain.run.memory import explained
 from drivetrain.run.model_factory import has_convolutions
@@ -260,8 +260,8 @@ def _why_not_measured(run: Session, model: nn.Module, steps_done: int) -> str:
         return f"pinned by {config.plan.file.name}"
     if not config.plan.auto_optimize:
         return "by rule: measuring is switched off"
-    if job.num_samples is None or not job.source.is_keyed:
-        return "by rule: data that can only be iterated is not read for measuring"
+    if unread := why_not_read(run):
+        return f"by rule: {unread}"
     if len(run.devices) > 1:
         return "by rule: several GPUs of one process are not measured"
     if job.num_steps is None or _has_few_steps(run, steps_done):

@@ -101,12 +101,20 @@ def with_micro_batch(run: Session, model: nn.Module, planned: PlannedRun) -> Pla
     return replace(planned.but(micro_batch=found.fastest), batch_size_found=words)
 
 
+def why_not_read(run: Session) -> str:
+    """Say why samples cannot be taken for measuring; empty if they can."""
+    if run.job.num_samples is not None and run.job.source.is_keyed:
+        return ""
+    kind = "can only be iterated" if run.job.source.is_iterable else "a sampler orders"
+    return f"data that {kind} is not read for measuring"
+
+
 def why_not_searched(run: Session) -> str:
     """Say why the batch size of a run cannot be measured; empty if it can. Known once the model is built."""
     if not run.config.plan.auto_optimize:
         return "measuring is switched off (--no-auto-optimize)"
-    if run.job.num_samples is None or not run.job.source.is_keyed:
-        return "data that can only be iterated is not read for measuring"
+    if unread := why_not_read(run):
+        return unread
     if not run.is_whole:
         return "sharded models are not measured yet"
     if len(run.devices) > 1:

@@ -38,6 +38,7 @@ from drivetrain.loop import CapturedStepper, Stepper, make_capturable, why_not_c
 from drivetrain.loop.schedule import Rates, rates_of
 from drivetrain.loop.validation import BatchNormPass, Validation, Validator
 from drivetrain.monitor.phases import NoClock, PhaseClock, count_apart, counted
+from drivetrain.plan import Choice
 from drivetrain.plan.rules import DataPath
 from drivetrain.run.model_factory import Prepared, called_loss_of, couples_samples, take_weights
 from drivetrain.run.session import Session
@@ -215,13 +216,22 @@ def _num_workers(run: Session, source: Source) -> int:
     """Return the configuration's number; else the handed-in DataLoader's; else the measured; else by rule."""
     if run.config.data.num_workers >= 0:
         return run.config.data.num_workers
-    if source.wishes.num_workers is not None:
-        return source.wishes.num_workers
     fetched = _path_fetched(run)
-    if fetched is not None:
+    if fetched is not None and source.wishes.num_workers is None:
         return fetched.num_workers
-    in_memory = isinstance(source.dataset, (TensorDataset, Columns, list, tuple, torch.Tensor))
-    return 0 if in_memory else run.settings.num_workers.value
+    return workers_by_rule(run, source).value
+
+
+def workers_by_rule(run: Session, source: Source) -> Choice[int]:
+    """Return how many processes load a data set where that is neither configured nor measured."""
+    if source.wishes.num_workers is not None:
+        count = min(source.wishes.num_workers, 1) if source.is_iterable else source.wishes.num_workers
+        return Choice(value=count, reason="the DataLoader's own")
+    if isinstance(source.dataset, (TensorDataset, Columns, list, tuple, torch.Tensor)):
+        return Choice(value=0, reason="its items are in memory")
+    if source.is_iterable and run.settings.num_workers.value > 1:
+        return Choice(value=1, reason="data that can only be iterated has one at most")
+    return run.settings.num_workers
 
 
 def _path_fetched(run: Session) -> DataPath | None:

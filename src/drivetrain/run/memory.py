@@ -15,7 +15,7 @@ from drivetrain.core.value import PrecisionName, format_bytes
 from drivetrain.data.division import Division
 from drivetrain.data.keyed_items import Collate
 from drivetrain.data.loader import Loader
-from drivetrain.data.resident import NotResidentError, Resident, make_resident, num_bytes_in_memory
+from drivetrain.data.resident import NotResidentError, Resident, make_resident, num_bytes_in_memory, why_not_resident
 from drivetrain.data.source import Source
 from drivetrain.job import Job
 from drivetrain.plan.fitting import Held, Needs, Simulated, count_held, does_not_fit, forecast_held, num_bytes, simulate
@@ -303,6 +303,13 @@ class Residency:
             return None
         self._made[key] = source.dataset, resident
         return resident
+
+    def is_expected(self, source: Source, collate: Collate, *, channels_last: bool, planned: bool | None) -> bool:
+        """Return whether a data set will be resident, as far as that is known before it is made so."""
+        num_notes = len(self._notes)
+        limit = self._limit(source, channels_last, planned)
+        del self._notes[num_notes:]  # they are told when it is made
+        return limit is not None and not why_not_resident(source, collate, limit)
 
     @property
     def num_bytes(self) -> int:
