@@ -55,7 +55,7 @@ def test_a_short_run_has_its_page_without_matplotlib(
     assert not (done.folder / "training_metrics.png").exists()
     shown = capsys.readouterr().out
     assert "was not written" not in shown
-    assert "`drivetrain report short` draws them" in shown
+    assert f"`drivetrain report {done.folder}` draws them" in shown
 
 
 def test_a_report_that_is_asked_for_has_its_picture(tmp_path: Path) -> None:
