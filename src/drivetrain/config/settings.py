@@ -75,7 +75,7 @@ class Setting:
 
     @property
     def is_planned(self) -> bool:
-        """Whether a plan decides it."""
+        """Whether a plan decides this setting."""
         return any(isinstance(item, Planned) for item in self.info.metadata)
 
     @property
@@ -101,12 +101,12 @@ class Setting:
 
     @cached_property
     def _found_choices(self) -> Choices | None:
-        """The words that are found when asked for, where the field has such."""
+        """The choices that are looked up when asked for; None if the field has none of that kind."""
         return next((item for item in self.info.metadata if isinstance(item, Choices)), None)
 
     @property
     def takes_own(self) -> bool:
-        """Whether `package.module:name` may be written for one of your own."""
+        """Whether the setting takes `package.module:name` of an object of the user's own."""
         return self._found_choices is not None
 
     @property

@@ -53,7 +53,7 @@ def stamp() -> Row:
 
 
 class StartMarks:
-    """What this process did before its run was recorded, and since when."""
+    """Remembers what this process did before its run was recorded, and since when."""
 
     def __init__(self) -> None:
         self._since: float | None = None  # None: the process has had no run yet
@@ -126,7 +126,7 @@ def _between(before: Mapping[str, float], after: Mapping[str, float], name: str,
 
 @dataclass(frozen=True)
 class Account:
-    """Where the time of a run went."""
+    """Divides the time of a run by what it went into."""
 
     seconds: dict[str, float]  # by bucket
     interruptions: dict[str, int]  # by cause
@@ -226,7 +226,7 @@ def read_crash(folder: Path, events: Sequence[Row]) -> Row:
 
 
 class Standing(NamedTuple):
-    """How a run stands: the words of `status`, `monitor` and the page of a run."""
+    """Says how a run stands, in the words of `status`, `monitor` and its page."""
 
     state: RunStateName
     why: str = ""

@@ -54,7 +54,7 @@ class Plugins:
 
     @cached_property
     def _own(self) -> dict[str, str]:
-        """Where each of ours is, by name, as `package.module:ATTRIBUTE`."""
+        """The places of ours by name, as `package.module:ATTRIBUTE`."""
         has_it = re.compile(rf"^(?:def )?({self.attribute}(?:_(\w+))?)(?=[ :(])", re.MULTILINE)
         found = {}
         modules = {path.stem: path for path in self._folder.glob("*.py") if path.name != "__init__.py"}

@@ -55,7 +55,7 @@ def problem_with_name(name: object) -> str:
 
 @dataclass(frozen=True)
 class Extension:
-    """How a run was made longer."""
+    """Records how a run was made longer."""
 
     before: int | None  # its number of steps until then; None: not known beforehand
     after: int | None

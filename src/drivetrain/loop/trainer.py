@@ -187,7 +187,7 @@ class Trainer:
 
     @property
     def flags(self) -> float:
-        """What this rank wishes for, as it travels with a step: see `SaveSchedule`."""
+        """The wishes of this rank as one number, which travels with a step: see `SaveSchedule`."""
         return self.wants_stop + self._schedule.request()
 
     def run(self) -> Iterator[StepRecord]:

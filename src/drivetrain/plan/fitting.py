@@ -356,7 +356,7 @@ class MemoryLayout(Value):
 
     @property
     def _stage(self) -> int:
-        """What is divided, as a ZeRO stage: shards are divided like its third."""
+        """The ZeRO stage that divides as much; shards are divided like its third."""
         return 3 if strategy_facts(self.strategy).memory == "shards" else self.zero_stage
 
     def _held(self, needs: Needs) -> int:

@@ -125,7 +125,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class ArmVerdict:
-    """What the comparison of an arm with the first one shows."""
+    """Says what the comparison of an arm with the first one shows."""
 
     arm: str
     baseline: str
