@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 ALONE := $$(grep -rlF mark.alone --include='test_*.py' tests)
 
-.PHONY: help install demo test quick test-seconds test-slurm test-deepspeed test-ray ruff lint docs docs-serve bench bench-gpu soak clean
+.PHONY: help browser install demo test quick test-seconds test-slurm test-deepspeed test-ray ruff lint docs docs-serve bench bench-gpu soak clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -31,8 +31,18 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a mixture of experts on handwritten digits: it grows, sleeps, and shows the results
 	@$(BIN)/drivetrain train digits-moe
 
+# Tests draw pages in a real browser. It is installed where it can be; otherwise pytest lists these tests as skipped.
+APT := DEBIAN_FRONTEND=noninteractive timeout 120 apt-get -qq
+HAS_BROWSER := command -v chromium >/dev/null || command -v google-chrome >/dev/null
+browser:
+	@$(HAS_BROWSER) || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  echo "Installing Chromium, for the tests of pages" && { $(APT) update && \
+	    $(APT) install -y --no-install-recommends --download-only chromium && \
+	    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1 && \
+	  $(HAS_BROWSER); } || echo "There is no Chromium, and it cannot be installed: tests that draw pages are skipped"
+
 # mypy runs on one core for half a minute: beside the tests. What it finds is shown at once, and fails the target.
-test: ruff  ## lint and every test that needs no GPU, three files at a time (JOBS=1: one), then those that measure time
+test: ruff browser  ## lint and every test that needs no GPU, three files at a time (JOBS=1: one), then those that measure time
 	@{ found=$$($(BIN)/mypy 2>&1); code=$$?; echo "mypy: $$found"; exit $$code; } & types=$$!; \
 	  $(BIN)/python -m pytest -m '$(HERE) and not alone' -n $(JOBS) --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	  wait $$types || { echo "mypy failed: its messages stand above, or run make lint"; exit 1; }; exit $$tests

@@ -30,7 +30,7 @@ from drivetrain.commands.monitor_server import MonitorServer
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import RunFolder
 from tests.commands.test_status import made
-from tests.report.test_page import CHROMIUM, HOSTILE, in_browser, make_folder
+from tests.report.test_page import CHROMIUM, FLAGS, HOSTILE, in_browser, make_folder
 
 
 def seen(output_dir: Path, run: Path | None = None) -> dict[str, Any]:
@@ -399,9 +399,8 @@ def test_names_full_of_html_are_text(tmp_path: Path, server: MonitorServer) -> N
 def opened(folder: Path, url: str, *flags: str) -> str:
     """Return the page in a headless browser after some seconds of its own time."""
     assert CHROMIUM is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-               "--disable-background-networking", "--disable-component-update", "--virtual-time-budget=6000",
-               "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", *flags]  # fmt: skip
+    options = [*FLAGS, "--virtual-time-budget=6000", "--enable-logging=stderr"]
+    options += [f"--user-data-dir={folder / 'profile'}", *flags]
     done = subprocess.run(
         [CHROMIUM, *options, "--dump-dom", url], capture_output=True, text=True, timeout=240, check=True
     )

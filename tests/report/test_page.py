@@ -28,6 +28,10 @@ from drivetrain.report.page import ASSETS, page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run",
+    "--disable-sync", "--disable-background-networking", "--disable-component-update",
+)  # fmt: skip
 in_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium here: the page is not drawn (apt install chromium)"
 )
@@ -391,9 +395,7 @@ def drawn(path: Path, text: str, *flags: str) -> Any:
     text = text.replace("script-src ", f"script-src 'sha256-{allowed}' ", 1)
     path.write_text(text.replace("<body>", f"<body><script>{PROBE}</script>", 1), encoding="utf-8")
     assert CHROMIUM is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-               "--disable-background-networking", "--disable-component-update", "--virtual-time-budget=5000",
-               f"--user-data-dir={path.parent / 'profile'}", *flags]  # fmt: skip
+    options = [*FLAGS, "--virtual-time-budget=5000", f"--user-data-dir={path.parent / 'profile'}", *flags]
     run = subprocess.run(
         [CHROMIUM, *options, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=240, check=True
     )
