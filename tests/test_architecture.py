@@ -40,6 +40,9 @@ MAY_LOAD_LATE = {
 }  # fmt: skip
 
 
+BY_NAME = ("import_module", "__import__", "run_module")  # functions that load a module
+
+
 @dataclass(frozen=True)
 class Import:
     file: str  # relative to the package
@@ -62,13 +65,16 @@ def imports_of(package: Path) -> Iterator[Import]:
 def _relevant_nodes(code: str) -> list[tuple[ast.Import | ast.ImportFrom | ast.Call, bool]]:
     """Imports and calls, and whether each stands inside a function."""
     found: list[tuple[ast.Import | ast.ImportFrom | ast.Call, bool]] = []
+    # Imports are statements: expressions, nine nodes of ten, are looked into only where one may load by name.
+    skipped = () if any(name in code for name in BY_NAME) else (ast.expr, ast.expr_context)
 
     def visit(node: ast.AST, is_late: bool) -> None:
         if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.Call) and _loads_by_name(node)):
             found.append((node, is_late))
         is_late = is_late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):
-            visit(child, is_late)
+            if not isinstance(child, skipped):
+                visit(child, is_late)
 
     visit(ast.parse(code), False)
     return found
@@ -94,7 +100,7 @@ def _loads_by_name(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    return name in {"import_module", "__import__", "run_module"}
+    return name in BY_NAME
 
 
 def package_of(file: str) -> str:
