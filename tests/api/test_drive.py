@@ -588,6 +588,65 @@ def test_a_target_network_that_the_loop_keeps_is_told(tmp_path: Path, capsys: py
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+class Recurrent(nn.Module):
+    """Goes on from the state that it had after the batch before: given by the loop, or in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(3, 4), nn.Linear(4, 1)
+        self.register_buffer("state", torch.zeros(1, 4))
+
+    def forward(self, inputs: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        before = self.state.clone() if state is None else state
+        after = self.cell(inputs, before)
+        if state is None:
+            self.state.copy_(after.detach())
+        return self.head(after), after
+
+
+def recurrent_loop(folder: Path, *, in_buffer: bool, last: int = 99) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Recurrent().double()
+    data = torch.randn(24, 3, dtype=torch.float64)
+    state = torch.zeros(1, 4, dtype=torch.float64)
+    going = dt.drive(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        data,
+        name="recurrent",
+        global_batch=1,
+        epochs=1,
+        shuffle=False,
+        config=dt.configure(output_dir=folder, gpu_mode="cpu", report=False),
+    )
+    batches, total = iter(going), 0.0
+    for batch in batches:
+        if in_buffer:
+            result, _ = model(batch)
+        else:
+            result, state = model(batch, state.detach())
+        going.backward((result - batch.mean()).square().mean())
+        going.step()
+        total += float(result.detach())  # for a log: it is not carried into the loss
+        if going.steps == last:
+            break
+    return {name: value for name, value in model.state_dict().items() if name != "state"}
+
+
+def test_a_state_that_the_loop_carries_into_the_loss_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run began with an empty one; in a buffer of the model, as the line advises, it is saved."""
+    expected = recurrent_loop(tmp_path / "kept", in_buffer=False)
+    told = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    assert len(told) == 1
+    assert "loop       state changes with the steps" in told[0]
+    recurrent_loop(tmp_path / "buffer", in_buffer=True, last=10)
+    found = recurrent_loop(tmp_path / "buffer", in_buffer=True)
+    assert "no checkpoint holds" not in capsys.readouterr().out
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("micro_batch", [3, 8])
 def test_whole_gradients_may_be_changed(tmp_path: Path, micro_batch: int) -> None:
     """What a loop does to them in the last batch of a step is what its own loop did."""

@@ -1,17 +1,20 @@
 """The parts of a run whose loop is the user's, and its steps with a closure: what `Drive` works with."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from drivetrain.api.loop_variables import carried_variables
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
 from drivetrain.core.errors import BadResumeError, DrivetrainError
 from drivetrain.core.hook import StepContext
@@ -68,6 +71,8 @@ from drivetrain.strategies.turns import TurnsStrategy
 # and count together with the gradients, as it does in `train`.
 
 
+_UNMARKED = (Iterator, deque, np.ndarray)  # what is changed without being marked as such
+_VALUES = (Tensor, int, float, list, tuple, dict, *_UNMARKED)
 _NO_LOOPS = ("drivetrain", "tqdm", "rich", "contextlib")  # packages whose frames are between a loop and its run
 
 
@@ -478,15 +483,17 @@ def step_with(
 
 
 class LoopWatch:
-    """Tells of modules that the loop keeps beside its run, and changes, such as a target network: nothing saves them.
+    """Tells of what the loop keeps beside its run, and changes, such as a target network: nothing saves it.
 
     Args:
+        run: What the loop goes through.
         model: The run's own.
         say: Prints a line.
     """
 
-    def __init__(self, model: nn.Module, say: Callable[[str], None]) -> None:
-        self._kept, self._say, self._num_looks = KeptWatch(model), say, 0
+    def __init__(self, run: object, model: nn.Module, say: Callable[[str], None]) -> None:
+        self._run, self._say, self._num_looks = run, say, 0
+        self._modules, self._others = KeptWatch(model), KeptWatch(model)
 
     def look(self) -> None:
         """Look at the variables of the loop before each of its first steps. Called by the generator of its batches."""
@@ -496,13 +503,32 @@ class LoopWatch:
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NO_LOOPS:
             frame = frame.f_back
-        names = self._kept.look_at_modules(frame.f_locals)
-        if names and self._num_looks == COUNTED_STEPS:
-            self._say(
-                f"  loop       {', '.join(names[:3])} changes with the steps, and no checkpoint holds it: a resumed "
-                "run begins anew with it. Give it to dt.drive as another model, by name, and change it in a hook, "
-                "dt.every(1, …), which runs before a checkpoint is written"
+        found = frame.f_globals | frame.f_locals
+        modules = {name: it for name, it in frame.f_locals.items() if isinstance(it, nn.Module)}
+        carried = carried_variables(frame, [name for name, it in found.items() if it is self._run])
+        others = {name: found[name] for name in carried if isinstance(found.get(name), _VALUES)}
+        others = {name: it for name, it in others.items() if not getattr(it, "gi_running", False)}  # the run's iterator
+        names, other_names = self._modules.look_at(modules), self._others.look_at(others)
+        if self._num_looks < COUNTED_STEPS:
+            return
+        if names:
+            self._tell(
+                names,
+                "Give it to dt.drive as another model, by name, and change it in a hook, dt.every(1, …), "
+                "which runs before a checkpoint is written",
             )
+        if other_names := other_names + [name for name, it in others.items() if isinstance(it, _UNMARKED)]:
+            self._tell(
+                other_names,
+                "A tensor can be a buffer of the model (register_buffer), a number can be kept by "
+                "a hook with state_dict, other data belongs into the data set",
+            )
+
+    def _tell(self, names: Sequence[str], remedy: str) -> None:
+        self._say(
+            f"  loop       {', '.join(names[:3])} changes with the steps, and no checkpoint holds it: a resumed run "
+            f"begins anew with it. {remedy}"
+        )
 
 
 class GradientWatch:

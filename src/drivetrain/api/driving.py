@@ -515,7 +515,7 @@ class Drive:
     def _handed_out(self) -> Iterator[Any]:
         if self._driven.stopped_because:
             return  # it was stopped early, and then killed before it was finished
-        watch = LoopWatch(self._plain, self._driven.recorder.say)
+        watch = LoopWatch(self, self._plain, self._driven.recorder.say)
         for place, micro_batches in self._trainer.steps():
             watch.look()
             self._check_rates()

@@ -159,9 +159,9 @@ class KeptWatch:
         """Return the names of what has changed since the last look at this function; none at the first look."""
         return self._changed(id(function), _kept_by(function))
 
-    def look_at_modules(self, variables: Mapping[str, Any]) -> list[str]:
-        """Return the names of variables whose value is a module that has changed since the last look."""
-        return self._changed(0, [(name, it) for name, it in variables.items() if isinstance(it, nn.Module)])
+    def look_at(self, variables: Mapping[str, Any]) -> list[str]:
+        """Return the names of variables whose value has changed since the last look at them."""
+        return self._changed(0, variables.items())
 
     def _changed(self, key: int, kept: Iterable[tuple[str, Any]]) -> list[str]:
         now = {name: mark for name, value in kept if (mark := self._mark(value)) is not None}

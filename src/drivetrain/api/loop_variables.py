@@ -1,0 +1,155 @@
+"""Finds the variables of a user's loop that are carried from one step to the next and that its loss depends on.
+
+Found in the loop's source: a hidden state, a baseline, a replay buffer, a counter, an iterator over other data. No
+checkpoint holds them, so a resumed run would begin anew with them.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+_ENDS = (ast.Continue, ast.Break, ast.Return, ast.Raise)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+def carried_variables(frame: FrameType, is_run: Sequence[str]) -> list[str]:
+    """Return the names of such variables of the loop that a frame is in; none where its source cannot be read.
+
+    Args:
+        frame: The frame of the loop, while it asks for its next batch.
+        is_run: The names of variables that hold the run. What is given to their methods is the loss.
+    """
+    try:
+        lines, first = inspect.getsourcelines(frame)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    loop = _innermost_loop(tree, frame.f_lineno - max(first, 1) + 1)
+    return [] if loop is None else _carried(loop, set(is_run))
+
+
+def _innermost_loop(tree: ast.AST, line: int) -> ast.For | ast.AsyncFor | ast.While | None:
+    found = [node for node in ast.walk(tree) if isinstance(node, _LOOPS)]
+    around = [node for node in found if node.lineno <= line <= (node.end_lineno or node.lineno)]
+    return max(around, key=lambda node: node.lineno, default=None)
+
+
+def _carried(loop: ast.For | ast.AsyncFor | ast.While, is_run: set[str]) -> list[str]:
+    changed = {name for statement in loop.body for name in _changed(statement)}
+    flow = _Flow(set() if isinstance(loop, ast.While) else _stored(loop.target))
+    flow.take_all(loop.body)
+    needed = _needed(loop, is_run)
+    return sorted(changed & flow.read_first & needed)
+
+
+def _loaded(node: ast.AST) -> set[str]:
+    """Return the names that an expression reads, without those of its own comprehensions and functions."""
+    parts = list(ast.walk(node))
+    own = {name for it in parts if isinstance(it, ast.comprehension) for name in _stored(it.target)}
+    own |= {it.arg for it in parts if isinstance(it, ast.arg)}
+    own |= {name for it in parts if isinstance(it, _FUNCTIONS) for name in _stored(it)}
+    return {it.id for it in parts if isinstance(it, ast.Name) and isinstance(it.ctx, ast.Load)} - own
+
+
+def _stored(node: ast.AST) -> set[str]:
+    return {it.id for it in ast.walk(node) if isinstance(it, ast.Name) and not isinstance(it.ctx, ast.Load)}
+
+
+def _changed(statement: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement assigns, or whose value it changes: by an item, a method or `next`."""
+    yield from _stored(statement)
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
+            yield from _root(node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield from _root(node.value.func) if isinstance(node.value.func, ast.Attribute) else ()
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next" and node.args:
+            yield from _root(node.args[0])
+
+
+def _root(node: ast.AST) -> Iterator[str]:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    if isinstance(node, ast.Name):
+        yield node.id
+
+
+def _needed(loop: ast.AST, is_run: set[str]) -> set[str]:
+    """Return the names that what is given to the run depends on, directly or by other variables of the loop."""
+    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    given = [call for call in calls if is_run.intersection(_root(call.func))]
+    needed = {name for call in given for argument in call.args for name in _loaded(argument)}
+    edges = [edge for node in ast.walk(loop) for edge in _edges(node, given)]
+    while True:
+        more = {name for targets, sources in edges if targets is None or targets & needed for name in sources}
+        if more <= needed:
+            return needed
+        needed |= more
+
+
+def _edges(node: ast.AST, given: Sequence[ast.AST]) -> Iterator[tuple[set[str] | None, set[str]]]:
+    """Yield the variables that a statement assigns with those it reads; None where the run itself is called."""
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+        targets = set(_changed(node))
+        yield targets, _loaded(node.value) | (targets if isinstance(node, ast.AugAssign) else set())
+    elif isinstance(node, (ast.For, ast.AsyncFor)):
+        yield _stored(node.target), _loaded(node.iter)
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value not in given:
+        yield set(_changed(node)), _loaded(node.value)
+    elif isinstance(node, (ast.If, ast.While)):
+        inside = [it for statement in node.body for it in ast.walk(statement)]
+        is_about_run = any(it in given for it in inside)
+        yield None if is_about_run else {n for statement in node.body for n in _changed(statement)}, _loaded(node.test)
+    elif isinstance(node, _FUNCTIONS) and not isinstance(node, ast.Lambda):
+        yield {node.name}, {name for statement in node.body for name in _loaded(statement)}
+
+
+class _Flow:
+    """Follows the statements of one pass, and notes what is read before it is assigned."""
+
+    def __init__(self, assigned: set[str]) -> None:
+        self._assigned = assigned
+        self.read_first: set[str] = set()
+
+    def take_all(self, statements: Sequence[ast.stmt]) -> bool:
+        """Return whether the pass ends in them."""
+        for statement in statements:
+            self._take(statement)
+            if isinstance(statement, _ENDS):
+                return True
+        return False
+
+    def _take(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.If):
+            self._read(statement.test)
+            before = set(self._assigned)
+            ends = self.take_all(statement.body)
+            first, self._assigned = self._assigned, before
+            other_ends = self.take_all(statement.orelse)
+            self._assigned = self._assigned if ends else first if other_ends else self._assigned & first
+        elif isinstance(statement, (ast.For, ast.AsyncFor, ast.While)):
+            self._read(statement.test if isinstance(statement, ast.While) else statement.iter)
+            self._assigned |= set() if isinstance(statement, ast.While) else _stored(statement.target)
+            self.take_all(statement.body)
+        elif isinstance(statement, (ast.With, ast.AsyncWith)):
+            for item in statement.items:
+                self._read(item.context_expr)
+                self._assigned |= _stored(item.optional_vars) if item.optional_vars is not None else set()
+            self.take_all(statement.body)
+        elif isinstance(statement, ast.Try):
+            self.take_all(statement.body)
+            self.take_all(statement.finalbody)
+        else:
+            if isinstance(statement, ast.AugAssign):
+                self.read_first |= _stored(statement.target) - self._assigned
+            self._read(statement)
+            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self._assigned.add(statement.name)
+            else:
+                self._assigned |= _stored(statement)
+
+    def _read(self, node: ast.AST) -> None:
+        self.read_first |= _loaded(node) - self._assigned

@@ -1,0 +1,135 @@
+"""Which variables of a loop are carried into the loss of a later step, as its source tells."""
+
+import ast
+import textwrap
+
+import pytest
+
+from drivetrain.api.loop_variables import _carried, _innermost_loop
+
+CARRIED = {
+    "hidden": """
+        for batch in run:
+            hidden = hidden.detach()
+            out, hidden = model(batch, hidden)
+            run.backward(out.mean())
+        """,
+    "baseline": """
+        for batch in run:
+            reward = play(batch)
+            run.backward(-(reward - baseline) * model(batch))
+            baseline = 0.9 * baseline + 0.1 * reward
+        """,
+    "count": """
+        for batch in run:
+            loss = model(batch)
+            if count % 4 == 0:
+                loss = loss + penalty(model)
+            count += 1
+            run.backward(loss)
+        """,
+    "memory": """
+        for batch in run:
+            memory.append(batch)
+            run.backward(model(random.choice(memory)))
+        """,
+    "others": """
+        for i, batch in enumerate(run):
+            try:
+                more = next(others)
+            except StopIteration:
+                more = batch
+            run.backward(model(batch) + model(more))
+        """,
+    "scale": """
+        while True:
+            batch = next(batches)
+            scale *= 0.99
+            run.backward(model(batch) * scale)
+        """,
+    "seen": """
+        for batch in run:
+            seen["last"] = batch.mean()
+            run.backward(model(batch) * seen.get("first", 1))
+        """,
+    "old": """
+        for batch in run:
+            if run.steps % 5 == 0:
+                old = model(batch).detach()
+            run.backward((model(batch) - old).mean())
+        """,
+    "total": """
+        for batch in run:
+            def loss(batch):
+                value = model(batch) + total
+                return value
+            total = total + 1
+            run.step(loss)
+        """,
+}
+NOT_CARRIED = {
+    "a mean for the log": """
+        for batch in run:
+            loss = model(batch)
+            run.backward(loss)
+            total += loss.item()
+            best = min(best, total)
+            losses.append(loss.item())
+        """,
+    "assigned first": """
+        for inputs, labels in run:
+            with run.autocast():
+                out = model(inputs)
+            if labels.any():
+                loss = out.mean()
+            else:
+                loss = out.sum()
+            run.backward(loss)
+            run.step()
+        """,
+    "left early": """
+        for batch in run:
+            if skipped(batch):
+                loss = model(batch) * 0
+                run.backward(loss)
+                continue
+            else:
+                weight = 2.0
+            run.backward(model(batch) * weight)
+        """,
+    "names of its own": """
+        for batch in run:
+            parts = [part(batch) for part in model]
+            def closure(out):
+                loss = sum(parts)
+                return loss + out
+            for name, value in closure(batch).items():
+                run.log(name, value)
+            run.backward(closure(batch))
+            part = name = None
+        """,
+    "another loop": """
+        for epoch in range(3):
+            hidden = step(hidden)
+        for batch in run:
+            run.backward(model(batch, hidden))
+        """,
+}
+
+
+def carried(text: str) -> list[str]:
+    text = textwrap.dedent(text).strip()
+    loop = _innermost_loop(ast.parse(text), text[: text.index(" run:" if " run:" in text else "run")].count("\n") + 1)
+    assert loop is not None
+    run_itself = {"run", "batches"}  # known by their values
+    return [name for name in _carried(loop, {"run"}) if name not in run_itself]
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_carried_into_the_loss(name: str) -> None:
+    assert carried(CARRIED[name]) == [name]
+
+
+@pytest.mark.parametrize("name", NOT_CARRIED)
+def test_not_carried(name: str) -> None:
+    assert carried(NOT_CARRIED[name]) == []
