@@ -296,14 +296,15 @@ def test_a_buffer_gets_its_shape_in_the_first_forward(tmp_path: Path, gloo_pool:
         }
 
 
-def test_a_counter_outside_of_the_model_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("global_batch", [1, 8])
+def test_a_counter_outside_of_the_model_is_reported(tmp_path: Path, global_batch: int) -> None:
     calls = {"number": 0}
 
     def warming_up(model: Any, batch: Any) -> Tensor:
         calls["number"] += 1
         return cross_entropy(model, batch) * min(1.0, calls["number"] / 1e4)
 
-    weights_of(job_of(loss=warming_up, max_steps=1), tmp_path)
+    weights_of(job_of(loss=warming_up, max_steps=1, global_batch=global_batch), tmp_path)
     assert "gives another value" in lines_told(tmp_path)[1][0]
 
 

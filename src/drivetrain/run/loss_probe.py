@@ -167,6 +167,14 @@ def probe_loss(
     return ProbedLoss(finding, counts_found, carried=carried, foreign=foreign)
 
 
+def probe_one_sample(loss: LossFunction, model: nn.Module, batch: Any, device: torch.device) -> ProbedLoss:
+    """Find out what calls of a loss leave behind, where batches have one sample: there is nothing to weight."""
+    model, batches = _in_fp32(model, [batch])
+    with _measuring(model, device):
+        carried, foreign = _carried(loss, model, to_device(batches[0], device), device)
+    return ProbedLoss(Finding(kind="unknown"), (), carried=carried, foreign=foreign)
+
+
 def _carried(
     loss: LossFunction, model: nn.Module, batch: Any, device: torch.device
 ) -> tuple[Carried, tuple[nn.Parameter, ...]]:

@@ -26,7 +26,7 @@ from drivetrain.job import Job
 from drivetrain.loop import Stepper
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.plan.loss_weighting import Finding, Weighting, weighting_of
-from drivetrain.run.loss_probe import Parts, ProbedLoss, part_bounds, probe_with_fewest
+from drivetrain.run.loss_probe import Parts, ProbedLoss, part_bounds, probe_one_sample, probe_with_fewest
 from drivetrain.run.model_factory import couples_samples
 from drivetrain.run.session import Session
 from drivetrain.strategies.single import part_of
@@ -75,7 +75,8 @@ def _settle(run: Session, model: nn.Module, recorded: Weighting | None) -> None:
         run.weighting = _measured_by_rank_0(run, model, lambda: _parts_by_number(run, numbers, first_few=takes_long))
         _refuse_unfound(run)
     else:
-        run.weighting = Weighting(holds_division=couples, reason="not measured yet")
+        notes = run.world.agree(_notes_of_one_sample(run, model) if run.world.is_main else ())
+        run.weighting = Weighting(holds_division=couples, reason="not measured yet", notes=tuple(notes))
         run.weighs_first_batch = run.job.largest_batch != 1
 
 
@@ -164,6 +165,20 @@ def _measured(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Wei
     found = weighting_of(Finding(kind="unknown"), (), (), 0, couples)
     words = f"{found.reason}: {why_not}"
     return found.model_copy(update={"reason": words, "holds_division": couples or words, "notes": notes})
+
+
+def _notes_of_one_sample(run: Session, model: nn.Module) -> tuple[str, ...]:
+    """Return what calls of the loss leave behind, where steps have one sample each."""
+    device = next((parameter.device for parameter in model.parameters()), run.world.device)
+    if not run.job.source.is_keyed or run.job.largest_batch != 1 or _why_not_here(run, model, device):
+        return ()
+    try:
+        with untouched(run.world.device), generators_kept():
+            item = KeyedItems(run.job.source.dataset, run.job.seed).keyed(_PROBE_EPOCH, _first_samples(run)[0])
+            batch = Collated(run.job.collate)([item])
+            return _notes(run, probe_one_sample(_UncountedLoss(run.job), model, batch, device))
+    except Exception:  # noqa: BLE001  (if the job is at fault, its first step shows where)
+        return ()
 
 
 def _notes(run: Session, probed: ProbedLoss) -> tuple[str, ...]:
