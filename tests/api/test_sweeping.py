@@ -338,6 +338,7 @@ def test_the_command_on_a_script_from_a_file(
     assert main(["sweep", "sweep.yaml", "--seeds", "3", "--no-auto-optimize"]) == 0
     told = capsys.readouterr().out
     assert "sweep widths: 2 variants × 1 seed of line.py" in told
+    assert "a verdict on 2 variants takes at least 6 seeds" in told
     assert "cannot tell" in told
     assert main(["sweep", "sweep.yaml", "--seeds", "3", "--no-auto-optimize", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

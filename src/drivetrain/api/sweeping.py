@@ -166,7 +166,7 @@ def sweep(
         variants: A dictionary of lists, of which every combination is a variant; or the settings of each. The first
             variant is the baseline.
         name: The name of the sweep, and of its folder.
-        seeds: The seeds of each variant. A verdict takes six or more.
+        seeds: The seeds of each variant. A verdict takes six, and more for more than two variants.
         metric: The validation metric that decides.
         mode: Whether less (`min`) or more (`max`) of it is better; `auto` goes by the name.
         halving: Successive halving: after each rung, the best one of so many variants goes on, for as many times the

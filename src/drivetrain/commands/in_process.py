@@ -50,6 +50,7 @@ from drivetrain.planning.other_machine import MeasuredStep, plan_elsewhere
 from drivetrain.planning.planner import PlanningProgress
 from drivetrain.planning.repeat import FirstSteps
 from drivetrain.recipes import Recipe
+from drivetrain.report.paired_test import CONFIDENCE, fewest_pairs
 from drivetrain.run import Session, last_one_finished
 from drivetrain.run.model_factory import build_model
 
@@ -352,6 +353,11 @@ def sweep_here(options: SweepOptions, resolved: Resolved) -> int:
     say: Callable[[str], None] = (lambda text: None) if quiet else _say
     seeds = format_count(len(spec.seeds), "seed")
     say(f"sweep {spec.name}: {format_count(number, 'variant')} × {seeds} of {maker.target}, by {spec.metric}")
+    fewest = fewest_pairs(1 - (1 - CONFIDENCE) / max(1, number - 1))
+    if number > 1 and len(spec.seeds) < fewest and not spec.halving:  # halving compares only those that are left
+        say(
+            f"  a verdict on {number} variants takes at least {fewest} seeds; with fewer, the best is the one by its mean"
+        )
     result = run_sweep(maker, spec, limits, resolved.config.run.output_dir, say)
     if options.as_json:
         told = asdict(replace(result, comparison=None)) | {"folder": str(result.folder)}

@@ -400,7 +400,8 @@ class SweepOptions(ForScript):
         "", description="`module:name` of a dictionary of lists, a list of dictionaries, or a function that returns one"
     )
     seeds: Annotated[tuple[int, ...], Flag("seeds")] = Field(
-        (0,), description="seeds of each variant, such as 0,1,2; a verdict takes six or more (0)"
+        (0,),
+        description="seeds of each variant, such as 0,1,2; a verdict takes 6, and more for more than two variants (0)",
     )
     metric: Annotated[str, Flag("metric")] = Field(
         "valid_loss", description="the validation metric that decides (valid_loss)"

@@ -18,7 +18,7 @@ from drivetrain.core.aims import Aim, Mode
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import as_row, find_run, is_finished, read_yaml
 from drivetrain.core.value import format_count, format_list
-from drivetrain.report.paired_test import PairedTest, fewest_pairs, paired_test, pairs_needed
+from drivetrain.report.paired_test import CONFIDENCE, PairedTest, fewest_pairs, paired_test, pairs_needed
 from drivetrain.report.run_data import Row, RunData
 
 Over = Literal["samples", "steps", "seconds"]
@@ -223,7 +223,7 @@ def compare(
     which: Literal["last", "best"] = "last",
     over: Over = "samples",
     common: bool = False,
-    confidence: float = 0.95,
+    confidence: float = CONFIDENCE,
     output_dir: Path | str = "runs",
 ) -> RunComparison:
     """Compare runs: those that differ by the seed alone are an arm, and each arm is compared with that of the first.

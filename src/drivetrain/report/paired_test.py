@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+CONFIDENCE = 0.95  # how often all verdicts together are right
 METHOD = "sign bets on paired differences (an e-process), valid at every look"
 # Bets in units of the root mean square of the differences, with their weights. Large bets find a clear difference with
 # the fewest pairs that two sides and 95 % allow, six; small ones find one that is far below the noise of a pair.
@@ -60,7 +61,7 @@ class PairedTest:
         return min(1.0, 1.0 / self.e_value)
 
 
-def paired_test(differences: Sequence[float], confidence: float = 0.95) -> PairedTest:
+def paired_test(differences: Sequence[float], confidence: float = CONFIDENCE) -> PairedTest:
     """Test whether paired differences are other than 0, in the order in which the pairs came in.
 
     Args:
@@ -86,13 +87,13 @@ def evidence(differences: Sequence[float]) -> NDArray[np.float64]:
         return np.asarray(0.5 * _WEIGHTS @ (np.exp(above) + np.exp(below)))
 
 
-def fewest_pairs(confidence: float = 0.95) -> int:
+def fewest_pairs(confidence: float = CONFIDENCE) -> int:
     """Return how many pairs that all agree are needed for a verdict."""
     best = 2 / (1 + np.exp(-2 * _BETS))
     return next(number for number in range(1, 1000) if 0.5 * _WEIGHTS @ best**number >= 1.0 / (1.0 - confidence))
 
 
-def pairs_needed(differences: Sequence[float], confidence: float = 0.95) -> int | None:
+def pairs_needed(differences: Sequence[float], confidence: float = CONFIDENCE) -> int | None:
     """Estimate how many pairs a verdict takes if the next ones are like these; None where that cannot be told."""
     values = np.asarray(differences, dtype=np.float64)
     scale = math.sqrt(float(np.mean(values**2))) if len(values) else 0.0
