@@ -355,9 +355,7 @@ def sweep_here(options: SweepOptions, resolved: Resolved) -> int:
     say(f"sweep {spec.name}: {format_count(number, 'variant')} × {seeds} of {maker.target}, by {spec.metric}")
     fewest = fewest_pairs(1 - (1 - CONFIDENCE) / max(1, number - 1))
     if number > 1 and len(spec.seeds) < fewest and not spec.halving:  # halving compares only those that are left
-        say(
-            f"  a verdict on {number} variants takes at least {fewest} seeds; with fewer, the best is the one by its mean"
-        )
+        say(f"  a verdict on {number} variants takes at least {fewest} seeds; with fewer, one is best by its mean")
     result = run_sweep(maker, spec, limits, resolved.config.run.output_dir, say)
     if options.as_json:
         told = asdict(replace(result, comparison=None)) | {"folder": str(result.folder)}

@@ -401,7 +401,7 @@ class SweepOptions(ForScript):
     )
     seeds: Annotated[tuple[int, ...], Flag("seeds")] = Field(
         (0,),
-        description="seeds of each variant, such as 0,1,2; a verdict takes 6, and more for more than two variants (0)",
+        description="seeds of each variant, such as 0,1,2; a verdict takes 6, on many variants more (0)",
     )
     metric: Annotated[str, Flag("metric")] = Field(
         "valid_loss", description="the validation metric that decides (valid_loss)"
