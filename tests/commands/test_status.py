@@ -73,6 +73,8 @@ def test_how_runs_end(tmp_path: Path) -> None:
     made(tmp_path / "again", events_jsonl=resumed).close()
     failed = '{"event": "start", "step": 0}\n{"event": "stopped by an error", "error": "ValueError: boom"}\n'
     made(tmp_path / "failed", events_jsonl=failed).close()
+    early = '{"event": "stop", "step": 0, "because": "Ctrl-C before it began; the same command begins it"}\n'
+    made(tmp_path / "early", events_jsonl=early).close()
     at_once = '{"event": "start", "step": 0}\n{"event": "stopped by an error", "error": "KeyboardInterrupt: "}\n'
     at_once += '{"event": "end"}\n'
     made(tmp_path / "at once", events_jsonl=at_once).close()
@@ -87,7 +89,10 @@ def test_how_runs_end(tmp_path: Path) -> None:
         "failed": "crashed",
         "failed before": "crashed",
         "at once": "stopped",
+        "early": "stopped",
     }
+    assert found["early"].cause == "Ctrl-C before it began; the same command begins it"
+    assert found["stopped"].cause == "asked to stop; the same command goes on"
     for one in found.values():
         data = RunData.read(Path(one.folder))
         assert data.standing.state == one.state, "the page has the same word"

@@ -259,7 +259,7 @@ def how_it_stands(folder: Path, events: Sequence[Row], *, goes_on: bool) -> Stan
     if kind == "stopped by an error":
         return Standing("crashed", error, "once that is fixed, the same command goes on")
     if kind == "stop":
-        return Standing("stopped", because or "asked to stop", "the same command goes on")
+        return Standing("stopped", because or "asked to stop; the same command goes on")
     if kind is None and not has_steps(folder):
         return Standing("not begun")
     why = "its process ended without a word: killed, or the machine went down"
