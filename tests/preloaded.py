@@ -18,6 +18,8 @@ MODULES = (
     "drivetrain.cli",
     "drivetrain.commands.in_process",
     "drivetrain.recipes.digits",
+    "pytest",  # by the modules of tests that processes and ranks import
+    "hypothesis",
 )
 # Extras: seconds for each of the processes that train a model of Hugging Face, a second for those with digits.
 IF_INSTALLED = ("transformers.models.llama", "transformers.models.gpt2", "transformers.trainer", "peft", "accelerate")
@@ -29,8 +31,13 @@ for module in MODULES:
 for module in IF_INSTALLED:
     with suppress(ImportError):
         import_module(module)
-# Kept by each process once it knows: the strategies of installed packages, and a hash of our own files.
+# Kept by each process once it knows: the strategies of installed packages, a hash of our own files, and a thousand
+# regular expressions that transformers makes for the first adapter.
 configure()
 code_version()
+with suppress(ImportError):
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("gpt2")
 gc.freeze()
 gc.enable()
