@@ -588,6 +588,88 @@ def test_a_target_network_that_the_loop_keeps_is_told(tmp_path: Path, capsys: py
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of squares": lambda out, batch: (out - batch).square().sum() * 0.5,
+    "two terms": lambda out, batch: nn.functional.mse_loss(out, batch, reduction="sum") - 0.1 * torch.sum(out),
+    "of rows": lambda out, batch: (out - batch).square().mean(1).sum(),
+}
+MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda out, batch: (out - batch).square().mean(),
+    "divided": lambda out, batch: (out - batch).square().sum() / len(batch),
+    "multiplied": lambda out, batch: (out - batch).square().sum() * (1 / len(batch)),
+    "with a penalty": lambda out, batch: (out - batch).square().mean() + out.square().sum() * 0.01,
+}
+
+
+def summing_loop(
+    folder: str, loss: Callable[[Tensor, Tensor], Tensor], micro_batch: int, weighting: str = "auto", last: int = 99
+) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).double()
+    config = dt.configure(
+        output_dir=folder, batch_size=micro_batch, loss_weighting=weighting, gpu_mode="cpu", report=False
+    )
+    data = torch.randn(24, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    going = dt.drive(model, optimizer, data, name="sum", global_batch=8, epochs=2, shuffle=False, config=config)
+    for batch in going:
+        going.backward(loss(model(batch), batch))
+        going.step()
+        if going.steps == last:
+            break
+    return model.weight.detach().clone()
+
+
+def plainly_summed(loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).double()
+    data = torch.randn(24, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in (*data.split(8), *data.split(8)):
+        optimizer.zero_grad()
+        loss(model(batch), batch).backward()
+        optimizer.step()
+    return model.weight.detach().clone()
+
+
+def summing_rank(folder: str, name: str) -> Tensor:
+    return summing_loop(folder, SUMS[name], 2, "sum")
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_loss_that_is_a_sum(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], gloo_pool: GlooPool
+) -> None:
+    """Taken for a mean it is told where that matters; asked for, it is the plain loop's on any number of batches."""
+    expected = plainly_summed(SUMS[name])
+    torch.testing.assert_close(summing_loop(str(tmp_path / "whole"), SUMS[name], 8), expected, rtol=0, atol=1e-12)
+    assert "like a sum" not in capsys.readouterr().out
+    summing_loop(str(tmp_path / "told"), SUMS[name], 4)
+    assert capsys.readouterr().out.count("looks like a sum over its batch") == 1
+    found = summing_loop(str(tmp_path / "sum"), SUMS[name], 2, "sum")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert "like a sum" not in capsys.readouterr().out
+    for found in gloo_pool.run(summing_rank, str(tmp_path / "ranks"), name, world=2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_loss_that_is_no_sum(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    summing_loop(str(tmp_path), MEANS[name], 2)
+    assert "like a sum" not in capsys.readouterr().out
+
+
+def test_how_a_loop_weights_its_loss_is_kept(tmp_path: Path) -> None:
+    summing_loop(str(tmp_path), SUMS["of rows"], 2, "sum", last=3)
+    with pytest.raises(DrivetrainError, match="would change what the run learns"):
+        summing_loop(str(tmp_path), SUMS["of rows"], 2, "samples")
+    with pytest.raises(DrivetrainError, match="cannot be counted") as caught:
+        summing_loop(str(tmp_path / "other"), SUMS["of rows"], 2, "tokens")
+    assert "dt.LossSum" in (caught.value.remedy or "")
+    resumed = summing_loop(str(tmp_path), SUMS["of rows"], 2)
+    torch.testing.assert_close(resumed, plainly_summed(SUMS["of rows"]), rtol=0, atol=1e-12)
+
+
 class Recurrent(nn.Module):
     """Goes on from the state that it had after the batch before: given by the loop, or in a buffer."""
 

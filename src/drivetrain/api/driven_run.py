@@ -54,6 +54,8 @@ from drivetrain.run import (
     write_down,
 )
 from drivetrain.run.assemble import RunParts, assemble, division_of, make_loader, make_stepper, make_validation, resume
+from drivetrain.run.loss_probe import looks_like_a_sum
+from drivetrain.run.loss_weighting import settle_own_loop
 from drivetrain.run.model_factory import Prepared, callable_model
 from drivetrain.run.refusals import changes_since_start, keep_fingerprint
 from drivetrain.run.saver import CheckpointSaver
@@ -348,12 +350,13 @@ def open_run(session: Session, stack: ExitStack) -> Opened:
     given = job.model if isinstance(job.model, nn.Module) else nn.Module()
     changes = changes_since_start(session, given, folder, checkpoint.step if checkpoint else None)
     prepared = _as_they_are(session)
+    settle_own_loop(session, checkpoint)
     parts = assemble(
         session,
         prepared,
         Trial(None if session.sharded else partial(_touching_all, prepared.model), 1),
         division,
-        loss=as_computed,
+        loss=session.weighted(as_computed),
         # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
         make_strategy=partial(session.make_strategy, broadcast_buffers=False),
         takes_weights=checkpoint is None,
@@ -536,15 +539,27 @@ class GradientWatch:
 
     Args:
         trained: The parameters with gradients; empty where gradients are sharded.
-        scales_loss: Whether gradients are scaled until the optimizer steps, as with fp16.
+        session: The run.
+        say: Prints a line.
     """
 
-    def __init__(self, trained: Sequence[Tensor], scales_loss: bool) -> None:
-        self._trained, self._scales_loss = trained, scales_loss
+    def __init__(self, trained: Sequence[Tensor], session: Session, say: Callable[[str], None]) -> None:
+        self._trained, self._scales_loss = trained, session.precision.scales_loss
         self._versions: list[int] | None = None
+        self._trusts_mean, self._has_peers = session.weighting.reason == "not measured", session.world.size > 1
+        self._say = say
 
-    def check_cleared(self, micro: MicroBatch) -> None:
-        """Raise if the gradients of the batches before are gone."""
+    def check(self, micro: MicroBatch, loss: Any) -> None:
+        """Raise if the gradients of the batches before are gone; tell, once, of a loss that looks like a sum."""
+        if self._trusts_mean:
+            self._trusts_mean = False
+            is_divided = self._has_peers or not micro.is_last
+            if is_divided and isinstance(loss, Tensor) and looks_like_a_sum(loss, max(1, micro.num_samples)):
+                self._say(
+                    "  loss       it looks like a sum over its batch, and is taken for a mean, so its gradients "
+                    "depend on how many batches a step is divided into. --loss-weighting sum adds them up, as in a "
+                    "loop without micro-batches; run.backward(dt.LossSum(sum, count)) divides by the count"
+                )
         if micro.number and self._trained and all(parameter.grad is None for parameter in self._trained):
             raise DrivetrainError(
                 "the gradients were cleared between two batches of one step",

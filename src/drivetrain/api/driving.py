@@ -260,7 +260,7 @@ class Drive:
         self.model: Any = parts.model if driven.called_model is None else driven.called_model
         self._plain, self._optimizer = parts.model, parts.optimizer
         trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
-        self._gradients = GradientWatch(trained, session.precision.scales_loss)
+        self._gradients = GradientWatch(trained, session, self._driven.recorder.say)
         self._shares_buffers = session.world.size > 1 and session.config.distributed.broadcast_buffers
         self._around_forward = around_forward(parts.given)
         self._apart = ExitStack()  # the contexts around the forward of a batch that does not count
@@ -383,7 +383,7 @@ class Drive:
         self._leave_forward()
         if isinstance(loss, Tensor | LossSum):
             check_objective(loss.total if isinstance(loss, LossSum) else loss, self._plain)
-        self._gradients.check_cleared(micro)
+        self._gradients.check(micro, loss)
         self._stepper.forward_backward(loss, begun.place, micro)
         self._gradients.note(micro, loss)
         self._is_learned = True

@@ -7,6 +7,7 @@ were before.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
@@ -259,6 +260,33 @@ def _seed(device: torch.device) -> None:
     seed_all(0)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(0)
+
+
+_LINEAR = {"AddBackward0", "SubBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0"}
+
+
+def looks_like_a_sum(loss: Tensor, num_samples: int) -> bool:
+    """Return whether a loss is a sum over its batch, by how it was computed: every term of it ends in such a sum.
+
+    Means, terms that are divided, and sums over anything else, such as weights, are none.
+    """
+    nodes: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)] if loss.grad_fn is not None else []
+    has_sum = False
+    while nodes:
+        node, factor = nodes.pop()
+        if node.name() in _LINEAR:
+            by = getattr(node, "_saved_other", None)
+            factor *= 1.0 if by is None or by.numel() != 1 else abs(float(by))
+            nodes += [(other, factor) for other, _ in node.next_functions if other is not None]
+            continue
+        sizes = list(getattr(node, "_saved_self_sym_sizes", ()) if node.name() == "SumBackward0" else [num_samples])
+        is_sum = node.name() == "SumBackward0" or getattr(node, "_saved_reduction", 1) == 2
+        if not is_sum or not sizes or sizes[0] == 0 or sizes[0] % num_samples:
+            return False
+        if any(math.isclose(factor * number, 1.0, rel_tol=0.01) for number in (sizes[0], math.prod(sizes))):
+            return False  # what it is multiplied by makes it a mean
+        has_sum = True
+    return has_sum
 
 
 def leaves_of(results: Sequence[Tensor]) -> list[Tensor]:

@@ -56,15 +56,36 @@ def settle_weighting(run: Session, model: nn.Module, checkpoint: Checkpoint | No
     _settle_turns(run, model, lambda own, name: _settle(own, model, known.get(name)))
 
 
+def settle_own_loop(run: Session, checkpoint: Checkpoint | None) -> None:
+    """Set `run.weighting` where the user's loop computes the loss: as it was or is asked for, else by samples."""
+    asked = run.config.batch.loss_weighting
+    if asked == "tokens":
+        raise DrivetrainError(
+            "--loss-weighting tokens: what the loop's loss is a mean over cannot be counted",
+            remedy="call run.backward(dt.LossSum(sum, count)) in the loop",
+        )
+    found = Weighting(reason="not measured") if asked == "auto" else Weighting(by=asked, reason="asked for")
+    if checkpoint is not None:
+        found = recorded_weighting(checkpoint)
+        _refuse_another(run, found)
+    for each in (run, *(run.of_turn(turn) for turn in run.job.turns)):
+        each.weighting = found
+
+
+def _refuse_another(run: Session, recorded: Weighting) -> None:
+    asked = run.config.batch.loss_weighting
+    if asked not in ("auto", recorded.by):
+        raise DrivetrainError(
+            f"--loss-weighting {asked} would change what the run learns: it was begun {recorded}",
+            remedy="leave the flag out to go on with that run, or use another --name for this one",
+        )
+
+
 def _settle(run: Session, model: nn.Module, recorded: Weighting | None) -> None:
     asked = run.config.batch.loss_weighting
     if recorded is not None:
         run.weighting = recorded
-        if asked not in ("auto", run.weighting.by):
-            raise DrivetrainError(
-                f"--loss-weighting {asked} would change what the run learns: it was begun {run.weighting}",
-                remedy="leave the flag out to go on with that run, or use another --name for this one",
-            )
+        _refuse_another(run, recorded)
         return
     couples = BATCH_NORM if couples_samples(model) else ""
     if asked in ("samples", "sum"):
