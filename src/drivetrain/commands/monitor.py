@@ -293,7 +293,10 @@ PIPE_COLUMNS = 10_000  # lines of a pipe are searched, not read on a screen: the
 RESIZE_SECONDS = 0.2  # between looks at the size of the terminal
 STALE_SECONDS = 60.0  # of a run that goes on: no step was recorded for so long
 MOST_LOSSES = 120  # of a small curve
-STYLES = {"running": "green", "finished": "blue", "stopped": "yellow", "refused": "yellow", "crashed": "red"}
+STYLES = {
+    "running": "green", "finished": "blue", "stopped": "yellow", "refused": "yellow", "crashed": "red",
+    "not begun": "dim",
+}  # fmt: skip
 _FULL, _EMPTY = ("█", "░")
 
 
