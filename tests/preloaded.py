@@ -19,7 +19,6 @@ MODULES = (
     "drivetrain.commands.in_process",
     "drivetrain.recipes.digits",
     "pytest",  # by the modules of tests that processes and ranks import
-    "hypothesis",
 )
 # Extras: seconds for each of the processes that train a model of Hugging Face, a second for those with digits.
 IF_INSTALLED = ("transformers.models.llama", "transformers.models.gpt2", "transformers.trainer", "peft", "accelerate")
