@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -389,3 +390,28 @@ def test_a_line_stands_there_before_pytorch_is_loaded(
     first.find_spec("torch", None)
     assert capsys.readouterr().err == "drivetrain eval: loading PyTorch …\n"
     assert first not in sys.meta_path
+
+
+_WATCHED = """
+import os, sys
+class Watch:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            print("torch is loaded with", os.environ.get("MIMALLOC_PURGE_DELAY"))
+            sys.meta_path.remove(self)
+sys.meta_path.insert(0, Watch())
+from drivetrain.cli import main
+sys.exit(main(["train", "script.py"]))
+"""
+
+
+@pytest.mark.parametrize("given", [None, "10"])
+def test_torch_is_loaded_with_memory_that_is_kept(tmp_path: Path, given: str | None) -> None:
+    """Torch for Arm reads it when it is loaded, and never again. What a user has set stays."""
+    (tmp_path / "script.py").write_text("import torch, sys; sys.exit(7)")
+    environ = {name: value for name, value in os.environ.items() if name != "MIMALLOC_PURGE_DELAY"}
+    environ |= {} if given is None else {"MIMALLOC_PURGE_DELAY": given}
+    call = [sys.executable, "-c", _WATCHED]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environ, check=False)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == f"torch is loaded with {given or 1000}\n"

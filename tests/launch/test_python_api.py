@@ -11,6 +11,7 @@ from tests.launch.jobs import FOREIGN, script
 
 JOB = """
 import os
+assert os.environ["MIMALLOC_PURGE_DELAY"] == "1000"  # torch for Arm reads it when it is loaded
 import torch
 import torch.distributed as dist
 import drivetrain as dt
@@ -35,7 +36,7 @@ world.close()
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in FOREIGN:
+    for name in (*FOREIGN, "MIMALLOC_PURGE_DELAY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from drivetrain.core.launchers import CHANNEL, PAGE_FD, ProcessPlace, Progress, ProgressPage
 from drivetrain.core.log import printable
-from drivetrain.core.processes import OrphanGuard, held_back, kill_group
+from drivetrain.core.processes import MEMORY_KEPT, OrphanGuard, held_back, kill_group
 from drivetrain.hardware.host import oom_kills
 from drivetrain.launch.layout import LaunchOptions, Layout
 from drivetrain.launch.nodes import TOKEN
@@ -375,6 +375,7 @@ class Crew:
         """Return the environment of a worker, without the numbers of its open files."""
         cores = self._layout.cores[place.local_rank] if self._layout.cores else ()
         environment = {
+            **MEMORY_KEPT,
             **os.environ,
             **({} if self._dumps is None else dump_environment(os.environ, f"{self._dumps}/rank-")),
             **self._layout.environment,
