@@ -149,6 +149,7 @@ def test_every_problem_at_once() -> None:
         ({"name": "--resume"}, "name", "no - in front"),
         ({"name": "of two\nlines"}, "name", "control characters"),
         ({"name": "\u202eturned round"}, "name", "control characters"),
+        ({"name": "\udcc3\udcbc"}, "name", "200 bytes"),  # bytes that Python could not decode
         ({"name": "ä" * 101}, "name", "200 bytes"),
         ({"device": "gpu"}, "device", "auto, cpu, cuda, cuda:n"),
         ({"device_ids": []}, "device_ids", "whole numbers"),

@@ -46,6 +46,8 @@ def problem_with_name(name: object) -> str:
         return "it is empty" if isinstance(name, str) else f"it is a {type(name).__name__}, not text"
     if "/" in name or "\\" in name or name in (".", ".."):
         return "it names another folder, and a run stays below the output folder"
+    if any("\ud800" <= letter <= "\udfff" for letter in name):
+        return "its bytes are no text in this terminal's encoding; `export LC_ALL=C.UTF-8` sets another"
     if not name.isprintable():
         return "it has characters that cannot be printed"
     if len(name.encode()) > LONGEST_NAME_BYTES:
