@@ -80,6 +80,13 @@ def _relevant_nodes(code: str) -> list[tuple[ast.Import | ast.ImportFrom | ast.C
     return found
 
 
+@cache  # to ask the disk for each import would take longer than to read all of them
+def _modules(package: Path) -> frozenset[tuple[str, ...]]:
+    """The packages and modules of a tree, as the parts of their names behind `drivetrain`."""
+    paths = (path for path in package.rglob("*") if path.suffix == ".py" or path.is_dir())
+    return frozenset({(), *(path.relative_to(package).with_suffix("").parts for path in paths)})
+
+
 def _targets(node: ast.AST, file: str, package: Path) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "drivetrain")
@@ -91,8 +98,7 @@ def _targets(node: ast.AST, file: str, package: Path) -> Iterator[str]:
         if base.split(".")[0] != "drivetrain":
             return
         for alias in node.names:
-            inner = package.joinpath(*base.split(".")[1:], alias.name)
-            is_module = inner.is_dir() or inner.with_suffix(".py").exists()
+            is_module = (*base.split(".")[1:], alias.name) in _modules(package)
             yield f"{base}.{alias.name}" if is_module or base == "drivetrain" else base
 
 
@@ -147,8 +153,7 @@ def _module_name(file: str) -> str:
 
 def _existing_module(package: Path, parts: list[str]) -> str:
     for end in range(len(parts), 0, -1):
-        inner = package.joinpath(*parts[1:end])
-        if inner.is_dir() or inner.with_suffix(".py").exists():
+        if tuple(parts[1:end]) in _modules(package):
             return ".".join(parts[:end])
     return parts[0]
 
