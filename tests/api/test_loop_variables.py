@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from drivetrain.api.loop_variables import _carried, _innermost_loop
+from drivetrain.api.loop_variables import _AttributesOfSelf, _carried, _innermost_loop
 
 CARRIED = {
     "hidden": """
@@ -31,7 +31,7 @@ CARRIED = {
     "memory": """
         for batch in run:
             memory.append(batch)
-            run.backward(model(random.choice(memory)))
+            run.backward(model(choice(memory)))
         """,
     "others": """
         for i, batch in enumerate(run):
@@ -57,6 +57,17 @@ CARRIED = {
             if run.steps % 5 == 0:
                 old = model(batch).detach()
             run.backward((model(batch) - old).mean())
+        """,
+    "env": """
+        for batch in run:
+            observed, reward = env.step(policy(batch))
+            run.backward(-reward * policy(observed))
+        """,
+    "self.hidden": """
+        for batch in self.run:
+            self.hidden = self.model(batch, self.hidden)
+            self.num_steps += 1
+            self.run.backward(self.hidden.mean())
         """,
     "total": """
         for batch in run:
@@ -119,10 +130,11 @@ NOT_CARRIED = {
 
 def carried(text: str) -> list[str]:
     text = textwrap.dedent(text).strip()
-    loop = _innermost_loop(ast.parse(text), text[: text.index(" run:" if " run:" in text else "run")].count("\n") + 1)
+    line = text[: text.index("run:" if "run:" in text else "run")].count("\n") + 1
+    loop = _innermost_loop(_AttributesOfSelf().visit(ast.parse(text)), line)
     assert loop is not None
-    run_itself = {"run", "batches"}  # known by their values
-    return [name for name in _carried(loop, {"run"}) if name not in run_itself]
+    known = {"run", "batches", "self.run", "self.model", "model"}  # by their values: the run itself, what it saves
+    return [name for name in _carried(loop, {"run", "self.run"}) if name not in known]
 
 
 @pytest.mark.parametrize("name", CARRIED)

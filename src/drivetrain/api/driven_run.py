@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -73,8 +75,7 @@ from drivetrain.strategies.turns import TurnsStrategy
 # and count together with the gradients, as it does in `train`.
 
 
-_UNMARKED = (Iterator, deque, np.ndarray)  # what is changed without being marked as such
-_VALUES = (Tensor, int, float, list, tuple, dict, *_UNMARKED)
+_SAVED = (nn.Module, Optimizer)  # or told of in another line
 _NO_LOOPS = ("drivetrain", "tqdm", "rich", "contextlib")  # packages whose frames are between a loop and its run
 
 
@@ -506,12 +507,8 @@ class LoopWatch:
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NO_LOOPS:
             frame = frame.f_back
-        found = frame.f_globals | frame.f_locals
         modules = {name: it for name, it in frame.f_locals.items() if isinstance(it, nn.Module)}
-        carried = carried_variables(frame, [name for name, it in found.items() if it is self._run])
-        others = {name: found[name] for name in carried if isinstance(found.get(name), _VALUES)}
-        others = {name: it for name, it in others.items() if not getattr(it, "gi_running", False)}  # the run's iterator
-        names, other_names = self._modules.look_at(modules), self._others.look_at(others)
+        names, other_names = self._modules.look_at(modules), self._others.look_at(self._carried(frame))
         if self._num_looks < COUNTED_STEPS:
             return
         if names:
@@ -520,12 +517,30 @@ class LoopWatch:
                 "Give it to dt.drive as another model, by name, and change it in a hook, dt.every(1, …), "
                 "which runs before a checkpoint is written",
             )
-        if other_names := other_names + [name for name, it in others.items() if isinstance(it, _UNMARKED)]:
+        if other_names:
             self._tell(
                 other_names,
-                "A tensor can be a buffer of the model (register_buffer), a number can be kept by "
-                "a hook with state_dict, other data belongs into the data set",
+                "A tensor can be a buffer of the model (register_buffer), other state can be kept by a hook with "
+                "state_dict, and other data belongs into the data set",
             )
+
+    def _carried(self, frame: FrameType) -> dict[str, Any]:
+        """Return what the variables hold that one step leaves for the loss of the next, as it can be compared."""
+        found = frame.f_globals | frame.f_locals
+        found |= {f"self.{name}": it for name, it in getattr(found.get("self"), "__dict__", {}).items()}
+        names = carried_variables(frame, [name for name, it in found.items() if it is self._run])
+        return {name: shown for name in names if (shown := self._shown(found.get(name))) is not None}
+
+    def _shown(self, value: Any) -> Any:
+        if value is self._run or getattr(value, "gi_running", False) or isinstance(value, _SAVED):
+            return None  # the run, or its iterator
+        if isinstance(value, Iterator):
+            return self._num_looks  # it goes on
+        if isinstance(value, (list, tuple, dict, set, deque)):
+            return {"length": len(value), "items": value if isinstance(value, dict) else list(islice(value, 8))}
+        if isinstance(value, (Tensor, int, float, np.ndarray)):
+            return value
+        return getattr(value, "__dict__", None) if not callable(value) and not isinstance(value, ModuleType) else None
 
     def _tell(self, names: Sequence[str], remedy: str) -> None:
         self._say(

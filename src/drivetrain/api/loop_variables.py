@@ -1,7 +1,8 @@
 """Finds the variables of a user's loop that are carried from one step to the next and that its loss depends on.
 
-Found in the loop's source: a hidden state, a baseline, a replay buffer, a counter, an iterator over other data. No
-checkpoint holds them, so a resumed run would begin anew with them.
+Found in the loop's source: a hidden state, a baseline, a replay buffer, a counter, an environment, an iterator over
+other data. No checkpoint holds them, so a resumed run would begin anew with them. Attributes of `self` are variables,
+too: many loops are methods.
 """
 
 import ast
@@ -24,11 +25,20 @@ def carried_variables(frame: FrameType, is_run: Sequence[str]) -> list[str]:
     """
     try:
         lines, first = inspect.getsourcelines(frame)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
+        tree = _AttributesOfSelf().visit(ast.parse(textwrap.dedent("".join(lines))))
     except (OSError, TypeError, SyntaxError):
         return []
     loop = _innermost_loop(tree, frame.f_lineno - max(first, 1) + 1)
     return [] if loop is None else _carried(loop, set(is_run))
+
+
+class _AttributesOfSelf(ast.NodeTransformer):
+    """Turns `self.name` into one name."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id == "self":
+            return ast.copy_location(ast.Name(f"self.{node.attr}", node.ctx), node)
+        return self.generic_visit(node)
 
 
 def _innermost_loop(tree: ast.AST, line: int) -> ast.For | ast.AsyncFor | ast.While | None:
@@ -38,7 +48,7 @@ def _innermost_loop(tree: ast.AST, line: int) -> ast.For | ast.AsyncFor | ast.Wh
 
 
 def _carried(loop: ast.For | ast.AsyncFor | ast.While, is_run: set[str]) -> list[str]:
-    changed = {name for statement in loop.body for name in _changed(statement)}
+    changed = {name for statement in loop.body for name in _may_change(statement)}
     flow = _Flow(set() if isinstance(loop, ast.While) else _stored(loop.target))
     flow.take_all(loop.body)
     needed = _needed(loop, is_run)
@@ -58,8 +68,16 @@ def _stored(node: ast.AST) -> set[str]:
     return {it.id for it in ast.walk(node) if isinstance(it, ast.Name) and not isinstance(it.ctx, ast.Load)}
 
 
+def _may_change(statement: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement changes, and those whose methods it calls."""
+    yield from _changed(statement)
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            yield from _root(node.func)
+
+
 def _changed(statement: ast.AST) -> Iterator[str]:
-    """Yield the names that a statement assigns, or whose value it changes: by an item, a method or `next`."""
+    """Yield the names that a statement assigns, or changes by an item, by a method that it only calls, or by `next`."""
     yield from _stored(statement)
     for node in ast.walk(statement):
         if isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):

@@ -1,5 +1,6 @@
 """The state of a model: named shards that checkpoints save and load, and a watch over which parameters it has."""
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -7,6 +8,7 @@ from itertools import islice
 from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -177,6 +179,11 @@ class KeptWatch:
             return None
         if isinstance(value, Tensor):
             return value._version, value.shape, value.detach().sum(dtype=torch.float64).item() if _can_add(value) else 0
+        if isinstance(value, np.ndarray):
+            can_add = value.size <= _MOST_ADDED and value.dtype.kind in "biuf"
+            return value.shape, float(value.sum(dtype=np.float64)) if can_add else 0
+        if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)):
+            return _state_of(value)
         if isinstance(value, nn.Module):
             parts: Any = value.state_dict(keep_vars=True)
         elif isinstance(value, dict):
@@ -188,6 +195,15 @@ class KeptWatch:
             parts, numbers = getattr(value, "__dict__", {}) if is_object else {}, False
         marks = {key: self._mark(it, depth - 1, numbers=numbers) for key, it in parts.items()}
         return {key: mark for key, mark in marks.items() if mark is not None} or None
+
+
+def _state_of(generator: np.random.Generator | np.random.RandomState | random.Random | torch.Generator) -> str:
+    if isinstance(generator, np.random.Generator):
+        return str(generator.bit_generator.state)
+    if isinstance(generator, torch.Generator):
+        return str(generator.get_state().sum())
+    state = generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
+    return str(state)
 
 
 def _can_add(tensor: Tensor) -> bool:
