@@ -428,7 +428,8 @@ class _Search:
             self._on_probe.begins(f"trying {way}", self._expected_seconds(way))
         began = time.monotonic()
         found = self._probe(way, seconds, of_part=not seconds)
-        found = found.model_copy(update={"trial_seconds": round(time.monotonic() - began, 3)})
+        spent = self._run.world.agree(round(time.monotonic() - began, 3))  # decides what else is tried, on all ranks
+        found = found.model_copy(update={"trial_seconds": spent})
         if self._on_probe is not None:
             self._on_probe(way, found)
         if not found.problem:
