@@ -102,6 +102,30 @@ class Retry(Protocol):
         """Divide the steps that follow `step` steps into smaller micro-batches."""
 
 
+class UnsavedWatch:
+    """Tells of what changes with the first steps and is in no checkpoint: numbers of the model, what hooks keep."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, say: Callable[[str], None]) -> None:
+        self._counting, self._kept, self._say = CountingWatch(model), KeptWatch(model), say
+        self._hooks = step_hooks_of(optimizer)
+
+    def look(self, num_done: int) -> None:
+        """Look after each of the first steps; the last of them tells."""
+        names, is_last = self._counting.look(), num_done == COUNTED_STEPS
+        if names and is_last:
+            self._say(
+                f"  model      {', '.join(names[:3])} changes with every step, and is not in model.state_dict(): if it "
+                "affects the outputs, a resumed run differs. Keep it with register_buffer"
+            )
+        for hook in self._hooks:
+            kept = self._kept.look(hook)
+            if kept and is_last:
+                self._say(
+                    f"  optimizer  its hook {getattr(hook, '__qualname__', hook)} keeps {', '.join(kept[:3])}, which "
+                    "no checkpoint holds: a resumed run begins anew with it. Attributes of the optimizer are saved"
+                )
+
+
 class Trainer:
     """Runs the steps of a job that are left."""
 
@@ -161,8 +185,7 @@ class Trainer:
         self._saver, self._snapshot = saver, saver.snapshot
         given = model, optimizer, world, folder, recorder, stepper, validation, average, rehearsal
         self._hook_calls = HookCalls(*given, check_model, freezer, loader)
-        self._counting, self._say = CountingWatch(model), recorder.say
-        self._kept, self._optimizer_hooks = KeptWatch(model), step_hooks_of(optimizer)
+        self._unsaved = UnsavedWatch(model, optimizer, recorder.say)
         self._first_step, self._validation, self._average = first_step, validation, average
         self._before_step, self._set_loss_weights = before_step, set_loss_weights
         self._norms, self._retry = norms, retry
@@ -279,7 +302,7 @@ class Trainer:
         in_flight.enqueue_step(place, begun.lr, begun.began, outcome)
         done, is_last, hooks_due = place.step + 1, begun.is_last, begun.hooks
         if done <= self._first_step + COUNTED_STEPS:
-            self._look_for_counters(done - self._first_step)
+            self._unsaved.look(done - self._first_step)
         if done == self._first_step + 1:
             clock.look()
             self._saver.prepare()
@@ -322,22 +345,6 @@ class Trainer:
                 self._saver.save(done)
             clock.lap(CHECKPOINT)
         clock.next_step()
-
-    def _look_for_counters(self, num_done: int) -> None:
-        """Tell of numbers in the model that every step changes, which a resumed run would begin anew."""
-        names = self._counting.look()
-        if names and num_done == COUNTED_STEPS:
-            self._say(
-                f"  model      {', '.join(names[:3])} changes with every step, and is not in model.state_dict(): if it "
-                "affects the outputs, a resumed run differs. Keep it with register_buffer"
-            )
-        for hook in self._optimizer_hooks:
-            kept = self._kept.look(hook)
-            if kept and num_done == COUNTED_STEPS:
-                self._say(
-                    f"  optimizer  its hook {getattr(hook, '__qualname__', hook)} keeps {', '.join(kept[:3])}, which "
-                    "no checkpoint holds: a resumed run begins anew with it. Attributes of the optimizer are saved"
-                )
 
     def _go_on(self) -> Iterator[StepRecord]:
         """Enqueue the steps after the last one that neither hook nor checkpoint waits for, and yield due records."""

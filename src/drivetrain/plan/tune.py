@@ -580,7 +580,7 @@ class _Search:
         """Return the way that takes less time until the job's end: as it is, or with this compiled as one."""
         remaining = self._seconds_left(way)
         cost = self._scope.compile_costs[scope]
-        if scope == "loss" and self._gains_nothing_at_once(way.but(compile_mode=mode, compile_scope="both")):
+        if scope == "loss" and _gains_nothing_at_once(self._tried, way.but(compile_mode=mode, compile_scope="both")):
             told = self._reasons.get("compile_scope", "")
             self._reasons["compile_scope"] = f"{told}; the whole loss at once was not tried: launching is quick enough"
             return way
@@ -609,17 +609,6 @@ class _Search:
             return way
         self._reasons[field] = words
         return other
-
-    def _gains_nothing_at_once(self, parts: StepWay) -> bool:
-        """Return whether compiling everything at once is not worth trying after `parts`: all of it, in parts.
-
-        One graph of everything is launched with less work, which gains where the host takes most of a step to launch
-        it. Otherwise it does not: on an H200, transformers of 0.2 and 1.4 billion weights were as fast within 1 %.
-        """
-        found = next((tried.measurement for tried in self._tried if tried.way == parts), None)
-        if found is None or found.problem:
-            return False
-        return parts.capture or 0 < found.launch_share < LAUNCH_BOUND
 
     # Measuring
 
@@ -682,6 +671,18 @@ class _Search:
 
     def _is_out_of_time(self, worth_seconds: float = 0.0) -> bool:
         return self._clock() - self._began > max(self._budget, worth_seconds)
+
+
+def _gains_nothing_at_once(tried: list[Tried], parts: StepWay) -> bool:
+    """Return whether compiling everything at once is not worth trying after `parts`: all of it, in parts.
+
+    One graph of everything is launched with less work, which gains where the host takes most of a step to launch
+    it. Otherwise it does not: on an H200, transformers of 0.2 and 1.4 billion weights were as fast within 1 %.
+    """
+    found = next((each.measurement for each in tried if each.way == parts), None)
+    if found is None or found.problem:
+        return False
+    return parts.capture or 0 < found.launch_share < LAUNCH_BOUND
 
 
 def plainest(way: StepWay) -> StepWay:
