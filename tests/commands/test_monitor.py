@@ -30,7 +30,7 @@ from drivetrain.commands.monitor_server import MonitorServer
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import RunFolder
 from tests.commands.test_status import made
-from tests.report.test_page import CHROMIUM, FLAGS, HOSTILE, in_browser, make_folder
+from tests.report.test_page import CHROMIUM, FLAGS, HOSTILE, chromium_starts, in_browser, make_folder
 
 
 def seen(output_dir: Path, run: Path | None = None) -> dict[str, Any]:
@@ -389,7 +389,7 @@ def test_names_full_of_html_are_text(tmp_path: Path, server: MonitorServer) -> N
     page = ask(server, f"/run/{row['id']}", Cookie=cookie)[2]
     assert "<img src=x" not in page
     assert page.count("<script>") == 2
-    if CHROMIUM is not None:
+    if chromium_starts():
         dom = opened(tmp_path, server.url)
         assert "<img src=" not in dom
         assert "<title>Runs of this machine</title>" in dom

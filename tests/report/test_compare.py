@@ -11,7 +11,7 @@ from drivetrain.cli import main
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.report.compare import _as_letters, compare
 from drivetrain.report.page import comparison_page
-from tests.report.test_page import CHROMIUM, HOSTILE, drawn, figures_of, in_browser
+from tests.report.test_page import CHROMIUM, HOSTILE, chromium_starts, drawn, figures_of, in_browser  # noqa: F401
 
 NUM_STEPS, BATCH = 40, 8
 
