@@ -322,14 +322,12 @@ class RunRecorder(NoRunRecorder):
             self._console.take_up(read_rows(folder.path / "steps.jsonl")[0])
         folder.write("hardware.json", hardware.to_json())
         folder.write("config.yaml", yaml_text(redacted(config.model_dump(mode="json"))))
-        plan = asdict(facts.plan)
         _write_plan(folder, facts.plan, facts.planned)
         self._time = _LoopTime(facts.resumed_from)
-        since = {"since": start_marks.take(facts.joined_at), **written}
-        self.event("resume" if facts.resumed_from else "start", step=facts.resumed_from, **plan, **stamp(), **since)
+        began = {**asdict(facts.plan), **stamp(), "since": start_marks.take(facts.joined_at), **written}
+        self.event("resume" if facts.resumed_from else "start", step=facts.resumed_from, **began)
         self._peak_flops, origin = self._say_flops()
-        known = _known(facts, self._peak_flops, origin, saves_beside=config.checkpoint.async_save)
-        self._checkups = Checkups(known)
+        self._checkups = Checkups(_known(facts, self._peak_flops, origin, saves_beside=config.checkpoint.async_save))
         self._last: StepRecord | None = None
         self._laps: Laps | None = None  # since the last row of speed.jsonl, as far as they were read
         self._window: list[StepRecord] = []  # since the last row of speed.jsonl
