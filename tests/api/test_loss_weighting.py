@@ -135,22 +135,10 @@ def shuffled(model: nn.Module, batch: Any) -> Tensor:
     return cross_entropy(model, batch) + (logits * logits[torch.randperm(len(logits))]).mean()
 
 
-def needs_two(model: nn.Module, batch: Any) -> Tensor:
-    if len(batch["tokens"]) < 2:
-        raise ValueError("one sample alone has no variance")
-    return cross_entropy(model, batch)
-
-
-def spread(model: nn.Module, batch: Any) -> Tensor:
-    """Not a number for one sample alone."""
-    return cross_entropy(model, batch) + model(batch["tokens"]).mean((1, 2)).std()
-
-
 HELD = {
     "class weights": (Tagger, class_weights, "weighted mean"),
     "contrastive": (Tagger, contrastive, "couples"),
     "auxiliary loss": (Tagger, with_auxiliary, "couples"),
-    "spread over samples": (Tagger, spread, "couples"),
     "mixes samples at random": (Tagger, shuffled, "could not be found out"),
     "batch normalization": (Normalised, cross_entropy, "batch normalization"),
 }
@@ -225,25 +213,6 @@ def test_micro_batches_equal_whole_batches(tmp_path: Path, name: str, micro_batc
     assert found["rule"]["by"] == LOSSES[name][1]
     assert LOSSES[name][2] in found["plan"]
     assert difference(found, job_of(LOSSES[name][0])) < 1e-10
-
-
-def test_a_loss_that_takes_no_single_sample_is_looked_at_with_more(tmp_path: Path) -> None:
-    found = trained(str(tmp_path), job_of(needs_two), 4)
-    assert (found["rule"]["by"], found["rule"]["reason"]) == ("tokens", "a mean over labels != -100, not over samples")
-    assert difference(found, job_of(needs_two)) < 1e-10
-
-
-def test_what_grows_with_each_call_is_seen_by_the_first_look(tmp_path: Path) -> None:
-    """The second look comes after eight calls, when the penalty no longer grows."""
-    calls = [0]
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        calls[0] += 1
-        return contrastive(model, batch) * (1 + min(calls[0], 5))
-
-    found = trained(str(tmp_path), job_of(loss), BATCH)
-    assert "called twice with the same batch, it gives another value" in found["events"]
-    assert "couples" in found["rule"]["reason"]
 
 
 @pytest.mark.parametrize("name", ["mean over tokens", "sum", "sample weights"])

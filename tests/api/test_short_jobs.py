@@ -15,7 +15,7 @@ from drivetrain.run.loss_weighting import MOST_SAMPLES
 BATCH = 64
 
 
-def short_job(num_steps: int, model: nn.Module | None = None, batch: int = BATCH) -> tuple[dt.Job, list[int]]:
+def short_job(num_steps: int, model: nn.Module | None = None) -> tuple[dt.Job, list[int]]:
     """Return a job, and the numbers of samples that its loss is called with."""
     data = TensorDataset(torch.randn(256, 6), torch.randint(0, 3, (256,)))
     seen: list[int] = []
@@ -25,7 +25,7 @@ def short_job(num_steps: int, model: nn.Module | None = None, batch: int = BATCH
         return functional.cross_entropy(model(batch[0]), batch[1])
 
     made = lambda: model or nn.Linear(6, 3)  # noqa: E731
-    job = dt.Job("short", made, data, loss, lambda groups: torch.optim.SGD(groups, lr=0.1), batch, max_steps=num_steps)
+    job = dt.Job("short", made, data, loss, lambda groups: torch.optim.SGD(groups, lr=0.1), BATCH, max_steps=num_steps)
     return job, seen
 
 
@@ -37,14 +37,6 @@ def test_before_the_first_step_less_than_one_is_computed(tmp_path: Path) -> None
     # The weighting of the loss: a batch and its three parts. The plan and the trial: less than a whole batch.
     assert sum(before) - 2 * MOST_SAMPLES < BATCH
     assert max(before) < BATCH
-
-
-def test_a_few_samples_show_how_a_plain_loss_weights_them(tmp_path: Path) -> None:
-    """Where a step has few samples, ten of them and their parts would take longer than a step."""
-    job, seen = short_job(60, batch=16)
-    dt.train(job, dt.configure(output_dir=tmp_path, gpu_mode="cpu"), quiet=True)
-    assert seen[:6] == [2, 2, 6, 1, 2, 3], "called twice alike, then a batch and its parts"
-    assert sum(seen[6:-60]) <= 12, "the plan and the trial"
 
 
 def test_a_model_that_couples_samples_is_tried_with_all_of_them(tmp_path: Path) -> None:

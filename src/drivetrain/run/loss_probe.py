@@ -9,7 +9,7 @@ were before.
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,7 +36,6 @@ from drivetrain.job import LossFunction
 from drivetrain.plan.loss_weighting import FLOORS, MOST_TOLERANCE, TOLERANCE, Finding, judge
 
 MOST_ENTRIES = 2_000_000  # of all gradients together, that are compared
-EXPLAINED = ("samples", "count", "sum")
 PART_SHARES = (0.2, 0.5)  # where a batch is cut: parts of 20, 30 and 50 % of its samples
 
 
@@ -47,7 +46,6 @@ class Parts(NamedTuple):
     parts: tuple[Any, ...]
     sizes: tuple[int, ...]
     reordered: Callable[[], Any] | None = None  # the whole batch with its samples in another order
-    fuller: "Callable[[], Parts] | None" = None  # a larger batch, where this one does not explain the loss
 
 
 class Carried(NamedTuple):
@@ -91,10 +89,6 @@ class ProbedLoss(NamedTuple):
     carried: Carried = Carried()
     foreign: tuple[nn.Parameter, ...] = ()  # parameters that it uses and the model does not have
 
-    @property
-    def is_explained(self) -> bool:
-        return self.returns_sum or self.finding.kind in EXPLAINED
-
 
 def part_bounds(num_samples: int) -> list[int]:
     """Return where a batch of at least six samples is cut into three parts that differ in size."""
@@ -103,40 +97,15 @@ def part_bounds(num_samples: int) -> list[int]:
     return [0, first, second, num_samples]
 
 
-def probe_with_fewest(
-    loss: LossFunction, model: nn.Module, parts: Parts, device: torch.device
-) -> tuple[ProbedLoss, Parts]:
-    """Find out how a loss weights its samples, with more of them where a few do not explain it. Return these, too."""
-    if parts.fuller is None:
-        return probe_loss(loss, model, parts, device), parts
-    found = None
-    with suppress(Exception):  # one sample alone may be too few for it; any other error is raised again below
-        found = probe_loss(loss, model, parts, device)
-    if found is not None and found.is_explained:
-        return found, parts
-    fuller = parts.fuller()
-    return probe_loss(loss, model, fuller, device, None if found is None else (found.carried, found.foreign)), fuller
-
-
-def probe_loss(
-    loss: LossFunction,
-    model: nn.Module,
-    parts: Parts,
-    device: torch.device,
-    carried_before: "tuple[Carried, tuple[nn.Parameter, ...]] | None" = None,
-) -> ProbedLoss:
-    """Find out how a loss weights the parts of a batch. Errors of the user's code are raised as they are.
-
-    `carried_before` is what an earlier probe found that calls leave behind, and parameters that are not the model's.
-    """
+def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch.device) -> ProbedLoss:
+    """Find out how a loss weights the parts of a batch. Errors of the user's code are raised as they are."""
     hooked = tuple(name for name, weight in model.named_parameters() if weight._post_accumulate_grad_hooks)
     model, batches = _in_fp32(model, [parts.whole, *parts.parts])
     batches = [to_device(batch, device) for batch in batches]
     found = [candidate for candidate in candidates(batches[0]) if all(map(candidate.is_in, batches))]
     counts = [[float(candidate.of(batch)) for batch in batches[1:]] for candidate in found]
     with _measuring(model, device):
-        smallest = next(number for number, size in enumerate(parts.sizes, 1) if size > 1)  # one alone may have no loss
-        carried, foreign = carried_before or _carried(loss, model, batches[smallest], device)
+        carried, foreign = _carried(loss, model, batches[1], device)
         carried = carried._replace(hooked=hooked)
         # Where nothing is drawn nothing is replayed: that takes as long again. Draws from a generator of the user's own
         # are not seen; a loss that is not explained is looked at again, with replaying.
@@ -149,14 +118,13 @@ def probe_loss(
             vectors, cannot_replay = gradients
             products = (vectors @ vectors.T).tolist()
             finding = judge(products, parts.sizes, counts)
-            if finding.kind in EXPLAINED and not draws.torch:
+            if finding.kind in ("samples", "count", "sum") and not draws.torch:
                 break
         if finding.kind in ("weighted", "coupled") and TOLERANCE < finding.residual < MOST_TOLERANCE:
             tolerance = _tolerance(loss, model, parts, device, vectors[0])
             finding = judge(products, parts.sizes, counts, tolerance)
     if finding.kind == "unknown":
-        why = "its gradient on the first samples is zero or not finite"
-        return ProbedLoss(finding, (), why, carried=carried, foreign=foreign)
+        return ProbedLoss(finding, (), "its gradient on the first samples is zero or not finite", carried=carried)
     if finding.kind in ("weighted", "coupled"):
         if cannot_replay:
             why = f"it draws random numbers that belong to no sample ({cannot_replay})"
@@ -342,7 +310,7 @@ def _gradient(loss: LossFunction, model: nn.Module, batch: Any) -> Tensor | None
         as_real((torch.zeros_like(parameter) if gradient is None else gradient).to_dense().reshape(-1)[::every])
         for parameter, gradient in zip(parameters, found, strict=True)
     ]
-    return torch.cat([entry.reshape(-1) for entry in entries]).double().cpu()
+    return torch.cat([entry.double().reshape(-1) for entry in entries]).cpu()
 
 
 def _tolerance(loss: LossFunction, model: nn.Module, parts: Parts, device: torch.device, whole: Tensor) -> float:

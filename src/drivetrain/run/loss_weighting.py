@@ -26,12 +26,12 @@ from drivetrain.job import Job
 from drivetrain.loop import Stepper
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.plan.loss_weighting import Finding, Weighting, weighting_of
-from drivetrain.run.loss_probe import Parts, ProbedLoss, part_bounds, probe_one_sample, probe_with_fewest
+from drivetrain.run.loss_probe import Parts, ProbedLoss, part_bounds, probe_loss, probe_one_sample
 from drivetrain.run.model_factory import couples_samples
 from drivetrain.run.session import Session
 from drivetrain.strategies.single import part_of
 
-FIRST_SAMPLES, FEWEST_SAMPLES, MOST_SAMPLES = 6, 10, 16
+FEWEST_SAMPLES, MOST_SAMPLES = 10, 16
 FEWEST_CUT = 4  # samples of a batch that can only be cut, not made anew
 MOST_LOOKS = 4  # at later batches
 MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for some that differ in what they count
@@ -92,8 +92,7 @@ def _settle(run: Session, model: nn.Module, recorded: Weighting | None) -> None:
         run.weighting = Weighting(by=asked, holds_division=couples, reason="asked for")
     elif run.job.source.is_keyed and run.job.largest_batch != 1:
         numbers = _first_samples(run)
-        takes_long = run.world.device.type == "cpu"
-        run.weighting = _measured_by_rank_0(run, model, lambda: _parts_by_number(run, numbers, first_few=takes_long))
+        run.weighting = _measured_by_rank_0(run, model, lambda: _parts_by_number(run, numbers))
         _refuse_unfound(run)
     else:
         notes = run.world.agree(_notes_of_one_sample(run, model) if run.world.is_main else ())
@@ -163,7 +162,7 @@ def _measured(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Wei
             with untouched(run.world.device):
                 made = parts()
                 loss = _UncountedLoss(run.job)
-                probed, made = probe_with_fewest(loss, model, made, device)
+                probed = probe_loss(loss, model, made, device)
             couples, notes = couples or probed.carried.couples, _notes(run, probed)
             if probed.returns_sum:
                 what = "named parts with a count each" if loss.has_parts else "a LossSum"
@@ -262,11 +261,8 @@ def _first_samples(run: Session) -> list[int]:
     return found
 
 
-def _parts_by_number(run: Session, numbers: Sequence[int], *, first_few: bool = False) -> Parts:
-    """Make a batch and its parts with the job's own collate function, from samples that count differently.
-
-    With `first_few` the parts have one, two and three samples, and there may be more where that is not enough.
-    """
+def _parts_by_number(run: Session, numbers: Sequence[int]) -> Parts:
+    """Make a batch and its parts with the job's own collate function, from samples that count differently."""
     job = run.job
     source, collate = KeyedItems(job.source.dataset, job.seed), Collated(job.collate)
     wanted = min(MOST_SAMPLES, max(FEWEST_SAMPLES, (job.largest_batch or 1) // 8))
@@ -279,20 +275,14 @@ def _parts_by_number(run: Session, numbers: Sequence[int], *, first_few: bool = 
                 break
         while len(items) < FEWEST_SAMPLES:
             items += items
-        alone = [collate([item]) for item in items]
-
-        def parts(wanted: int, fuller: Callable[[], Parts] | None = None) -> Parts:
-            chosen = _chosen(items, alone, min(wanted, len(items)))
-            pairs = list(pairwise(part_bounds(len(chosen))))
-            return Parts(
-                collate(chosen),
-                tuple(collate(chosen[first:last]) for first, last in pairs),
-                tuple(last - first for first, last in pairs),
-                lambda: collate(chosen[::-1]),
-                fuller,
-            )
-
-        return parts(FIRST_SAMPLES, lambda: parts(wanted)) if first_few else parts(wanted)
+        chosen = _chosen(items, [collate([item]) for item in items], min(wanted, len(items)))
+        bounds = part_bounds(len(chosen))
+        return Parts(
+            collate(chosen),
+            tuple(collate(chosen[first:last]) for first, last in pairwise(bounds)),
+            tuple(last - first for first, last in pairwise(bounds)),
+            lambda: collate(chosen[::-1]),
+        )
 
 
 def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
