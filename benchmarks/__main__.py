@@ -56,6 +56,7 @@ RESULTS = Path(__file__).parent / "results"
 BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "startup": startup.measure,
     "launch": launch.measure,
+    "forecast-guides": forecast.guides,
     "short-jobs": short_jobs.measure,
     "overhead": overhead.measure,
     "revisions": revisions.measure,

@@ -5,9 +5,10 @@ The model of plan/forecast.py gets three things: the step of one process at the 
 it, and an all-reduce of two sizes between two processes. It then says what a step takes at half the batch, and on 2, 3
 and 4 processes; `dt.benchmark_performance` says what it took. Processes that have a core of their own are pinned to it.
 More processes than cores cannot show how a real machine of so many devices scales: they show that the cores are what is
-shared. Where it is allowed, the processes run in real time (SCHED_RR), so that other work on the machine waits.
+shared. Where it is allowed, the processes run in real time (SCHED_RR), so that other work on the machine waits. They
+keep free memory as processes do that `drivetrain` starts.
 
-`python -m benchmarks.forecast guides`: the forecast for the jobs of the guides' tables, beside what these claim.
+`python -m benchmarks forecast-guides`: the forecast for the jobs of the guides' tables, beside what these claim.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 import drivetrain as dt
+from drivetrain.core.processes import MEMORY_KEPT
 from drivetrain.plan.forecast import Interconnect, Pace, StepCost, StepWork, step_time
 
 ROUNDS, STEPS = 3, 12
@@ -99,7 +101,7 @@ def _launched(size: int, folder: Path, number: int) -> dict[str, float]:
     processes = []
     for rank in range(size):
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        environ = {**MEMORY_KEPT, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         environ |= {name: str(value) for name, value in world.items()} if size > 1 else {}
         words = [sys.executable, "-m", "benchmarks.forecast", str(rank), str(size), str(folder), str(number)]
         processes.append(subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL))
@@ -155,13 +157,13 @@ def _add(found: dict[str, list[float]], name: str, value: float) -> None:
     found.setdefault(name, []).append(value)
 
 
-def guides() -> list[dict[str, Any]]:
+def guides() -> dict[str, list[float]]:
     """Return the forecast speedups for the jobs of the guides' tables, beside what these claim."""
-    rows = []
+    found: dict[str, list[float]] = {}
     for row in _planned(*XRAY, "--for", f"{max(L4_CLAIMS)}xL4"):
         if row["num_devices"] in L4_CLAIMS:
             number = row["num_devices"]
-            rows.append(_beside("chest-xray-vqa, full size", f"{number}xL4", L4_CLAIMS[number], row["speedup"]))
+            found |= _beside(f"chest-xray-vqa, full size, {number}xL4", L4_CLAIMS[number], row["speedup"])
     seconds = {}
     for machine in ("1xRTX 3090", *DARKROOM_CLAIMS):
         batch = DARKROOM_BATCH // int(machine.split("x")[0])
@@ -169,8 +171,8 @@ def guides() -> list[dict[str, Any]]:
         seconds[machine] = _planned(*words)[-1]["step_seconds"]
     for machine, claim in DARKROOM_CLAIMS.items():
         speedup = seconds["1xRTX 3090"] / seconds[machine]
-        rows.append(_beside("darkroom, full size, over 1xRTX 3090", machine, claim, speedup))
-    return rows
+        found |= _beside(f"darkroom, full size, {machine} over 1xRTX 3090", claim, speedup)
+    return found
 
 
 def _planned(*words: str) -> list[dict[str, Any]]:
@@ -180,13 +182,10 @@ def _planned(*words: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _beside(job: str, machine: str, claimed: float, forecast: float) -> dict[str, Any]:
-    off = round(100 * (forecast / claimed - 1), 1)
-    return {"job": job, "machine": machine, "claimed": claimed, "forecast": round(forecast, 2), "off (%)": off}
+def _beside(job: str, claimed: float, forecast: float) -> dict[str, list[float]]:
+    off = 100 * (forecast / claimed - 1)
+    return {f"{job}: claimed (×)": [claimed], f"{job}: forecast (×)": [forecast], f"{job}: forecast off by (%)": [off]}
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["guides"]:
-        print(json.dumps(guides(), indent=2))
-    else:
-        rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
