@@ -187,7 +187,7 @@ class Every:
         ({"name": "  "}, "it is empty"),
         ({"name": "a\nb"}, "cannot be printed"),
         ({"name": "a\0b"}, "cannot be printed"),
-        ({"name": "\udcff"}, "cannot be printed"),
+        ({"name": "\udcff"}, "its bytes are no text"),
         ({"name": "n" * 300}, "longer than 200 bytes"),
         ({"name": 3}, "it is a int, not text"),
     ],
