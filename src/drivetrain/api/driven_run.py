@@ -526,7 +526,7 @@ class LoopWatch:
 
     def _carried(self, frame: FrameType) -> dict[str, Any]:
         """Return what the variables hold that one step leaves for the loss of the next, as it can be compared."""
-        found = frame.f_globals | frame.f_locals
+        found = {**frame.f_globals, **frame.f_locals}
         found |= {f"self.{name}": it for name, it in getattr(found.get("self"), "__dict__", {}).items()}
         names = carried_variables(frame, [name for name, it in found.items() if it is self._run])
         return {name: shown for name in names if (shown := self._shown(found.get(name))) is not None}

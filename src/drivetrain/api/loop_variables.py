@@ -26,10 +26,10 @@ def carried_variables(frame: FrameType, is_run: Sequence[str]) -> list[str]:
     try:
         lines, first = inspect.getsourcelines(frame)
         tree = _AttributesOfSelf().visit(ast.parse(textwrap.dedent("".join(lines))))
-    except (OSError, TypeError, SyntaxError):
+        loop = _innermost_loop(tree, frame.f_lineno - max(first, 1) + 1)
+        return [] if loop is None else _carried(loop, set(is_run))
+    except Exception:  # noqa: BLE001  (it is advice: whatever the source is, the loop goes on)
         return []
-    loop = _innermost_loop(tree, frame.f_lineno - max(first, 1) + 1)
-    return [] if loop is None else _carried(loop, set(is_run))
 
 
 class _AttributesOfSelf(ast.NodeTransformer):
