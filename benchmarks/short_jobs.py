@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROUNDS = 5
+ROUNDS = int(os.environ.get("SHORT_JOBS_ROUNDS", "5"))
 STEPS = {"perceptron": 2000, "convolutions": 65, "transformer": 60}  # about 20 s on a core of an Arm Neoverse-N1
 
 
@@ -48,7 +48,8 @@ def _seconds(kind: str, name: str) -> float:
         command = [sys.executable, "-m", "benchmarks.short_jobs", kind, name, folder]
         if kind == "command":
             script = Path(folder) / "job.py"
-            script.write_text(f"from benchmarks.short_jobs import job_of\n\njob = job_of({name!r})\n", encoding="utf-8")
+            imports = "import drivetrain as dt\nfrom benchmarks.short_jobs import job_of\n"
+            script.write_text(f"{imports}dt.train(job_of({name!r}))\n", encoding="utf-8")
             command = [sys.executable, "-m", "drivetrain", "train", str(script), "--output-dir", folder]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, env={**os.environ, **caches}, capture_output=True, check=True)
