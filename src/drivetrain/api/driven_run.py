@@ -498,6 +498,7 @@ class LoopWatch:
     def __init__(self, run: object, model: nn.Module, say: Callable[[str], None]) -> None:
         self._run, self._say, self._num_looks = run, say, 0
         self._modules, self._others = KeptWatch(model), KeptWatch(model)
+        self._carried_names: list[str] | None = None  # once the source of the loop was read
 
     def look(self) -> None:
         """Look at the variables of the loop before each of its first steps. Called by the generator of its batches."""
@@ -528,8 +529,10 @@ class LoopWatch:
         """Return what the variables hold that one step leaves for the loss of the next, as it can be compared."""
         found = {**frame.f_globals, **frame.f_locals}
         found |= {f"self.{name}": it for name, it in getattr(found.get("self"), "__dict__", {}).items()}
-        names = carried_variables(frame, [name for name, it in found.items() if it is self._run])
-        return {name: shown for name in names if (shown := self._shown(found.get(name))) is not None}
+        if self._carried_names is None:
+            self._carried_names = carried_variables(frame, [name for name, it in found.items() if it is self._run])
+        shown = {name: self._shown(found.get(name)) for name in self._carried_names}
+        return {name: value for name, value in shown.items() if value is not None}
 
     def _shown(self, value: Any) -> Any:
         if value is self._run or getattr(value, "gi_running", False) or isinstance(value, _SAVED):
