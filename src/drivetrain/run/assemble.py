@@ -99,7 +99,7 @@ def make_loader(
             num_workers=_num_workers(run, source),
             planned=None if run.planned.data_path is None else run.planned.data_path.resident,
         ),
-        weighs_workers=begins_often and device.type == "cpu" and run.config.data.num_workers < 0,
+        weighs_workers=begins_often and run.config.data.num_workers < 0,
     )
     loader.notes += run.residency.take_notes()
     run.loaders.append(loader)
