@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from drivetrain.plan.forecast import FRAGMENTATION, MemoryModel, Peak
 from drivetrain.plan.knobs import Others, StepWay
-from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tuned, UnusableError, tune
+from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tried, Tuned, UnusableError, tune
 
 
 class Machine:
@@ -265,6 +265,20 @@ def test_a_trial_that_something_else_slowed_is_measured_once_more(is_slow_for_go
     assert sum(way.compile_scope == "both" for way in machine.ways) == 2
     assert [tried.way.compile_scope for tried in found.tried].count("both") == 1
     assert found.measurement_of(machine.ways[-1]).setup_seconds > 0
+
+
+def test_what_was_compiled_for_earlier_trials_is_part_of_setting_a_way_up() -> None:
+    """A captured way took 0.1 s, since its code was there: FP8 beside it, or a fresh process, has none of it."""
+    eager = StepWay(micro_batch=4)
+    whole = eager.but(compile_mode="default")
+    blocks, both = whole.but(compile_scope="blocks"), whole.but(compile_scope="both")
+    took = {eager: 0.0, whole: 30.0, blocks: 8.0, both: 5.0, blocks.but(capture=True): 0.1, both.but(capture=True): 0.2}
+    tried = tuple(Tried(way=way, measurement=Measurement(setup_seconds=taken)) for way, taken in took.items())
+    found = Tuned(way=blocks, tried=tried, reasons={})
+    assert found.setup_seconds_of(eager) == 0.0
+    assert found.setup_seconds_of(whole.but(capture=True)) == 30.0
+    assert found.setup_seconds_of(blocks.but(capture=True)) == pytest.approx(8.1)
+    assert found.setup_seconds_of(both.but(capture=True)) == pytest.approx(13.3)
 
 
 @given(

@@ -1,6 +1,7 @@
 """`plan --for --measure` on a real GPU: a forecast from the step that was measured here."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ layers = [layer for _ in range(12) for layer in (nn.Linear(width, width), nn.GEL
 dt.train(dt.Job(
     name="wide",
     model=lambda: nn.Sequential(*layers),
-    data=torch.randn(8192, width),
+    data=torch.randn(65536, width),
     loss=lambda model, batch: model(batch).square().mean(),
     optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4),
-    global_batch=4096,
-    max_steps=120,
+    global_batch=8192,
+    max_steps=400,
 ))
 """
 WAY = ["--precision", "bf16", "--no-compile", "--capture", "off"]
@@ -46,5 +47,5 @@ def test_the_measured_step_is_the_one_that_is_trained(tmp_path: Path, capsys: An
 
     assert main(["train", str(script), *flags]) == 0
     steps = [json.loads(line) for line in (tmp_path / "runs" / "wide" / "steps.jsonl").read_text().splitlines()]
-    seconds = sorted(row["seconds"] for row in steps[20:])
-    assert rows[1]["step_seconds"] == pytest.approx(seconds[len(seconds) // 2], rel=0.15)
+    seconds = statistics.median(row["seconds"] for row in steps[100:])
+    assert rows[1]["step_seconds"] == pytest.approx(seconds, rel=0.15), time["assumes"]

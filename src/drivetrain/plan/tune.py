@@ -301,6 +301,16 @@ class Tuned(Value):
     def measurement_of(self, way: StepWay) -> Measurement | None:
         return next((tried.measurement for tried in reversed(self.tried) if tried.way == way), None)
 
+    def setup_seconds_of(self, way: StepWay) -> float:
+        """Return what setting a way up takes where nothing is compiled yet.
+
+        A trial that came later found what earlier ones had compiled: blocks, or the same code before it was captured.
+        """
+        parts = {way, way.but(capture=False)}
+        if way.compiles_blocks:
+            parts |= {part.but(compile_scope="blocks") for part in parts}
+        return sum(tried.measurement.setup_seconds for tried in self.tried if tried.way in parts)
+
 
 class DoesNotFitError(Exception):
     """Raised if not even one sample at a time fits."""
@@ -633,7 +643,8 @@ class _Search:
             self._tried[-1] = Tried(way=way, measurement=known)
             return known
         # What it compiled the first time is there by now.
-        self._tried[-1] = Tried(way=way, measurement=again.model_copy(update={"setup_seconds": known.setup_seconds}))
+        first = {"setup_seconds": known.setup_seconds, "trial_seconds": known.trial_seconds}
+        self._tried[-1] = Tried(way=way, measurement=again.model_copy(update=first))
         return self._tried[-1].measurement
 
     def _seconds_left(self, way: StepWay) -> float:

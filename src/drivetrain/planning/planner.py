@@ -368,12 +368,14 @@ class _Search:
         step_seconds = chosen.sample_seconds * run.rank_samples
         seconds = (OFFER_STEPS * 2 + STEPS_TO_COMPARE) * step_seconds
         if is_short_of_time:  # the budget of `drivetrain plan` leaves compiling aside
-            seconds += 2 * chosen.setup_seconds
+            seconds += len(_fp8_recipes(run)) * tuned.setup_seconds_of(way)
         left = step_seconds * max(0, (run.job.num_steps or 0) - steps_done)
         if seconds > (OFFER_SHARE * left if is_short_of_time else self._scope.budget_seconds):
             return [f"fp8 was not measured: some {seconds:.0f} s for it are too much here"] if _fp8_recipes(run) else []
         for recipe in _fp8_recipes(run):
             other = way.but(precision=recipe)
+            if self._on_probe is not None:
+                self._on_probe.begins(f"trying {other}", None)
             measured = self._probe(other, MOST_SECONDS)
             if measured.problem:
                 found.append(f"{recipe} is not offered: {measured.problem}")
@@ -475,9 +477,7 @@ def _repeatable(
         return remembered.followed, remembered.found
     step_seconds = chosen.sample_seconds * run.rank_samples
     seconds_left = step_seconds * max(0, (run.job.num_steps or 0) - steps_done)
-    parts = {way, way.but(compile_scope="blocks")} if way.compiles_blocks else {way}  # a fresh process compiles all
-    setup_seconds = sum(tried.measurement.setup_seconds for tried in tuned.tried if tried.way in parts)
-    one_way = setup_seconds + REPEAT_STEPS * step_seconds
+    one_way = tuned.setup_seconds_of(way) + REPEAT_STEPS * step_seconds
     most = REPEAT_SHARE * seconds_left if is_short_of_time else math.inf
     if REPEAT_START_SECONDS[run.world.device.type] + one_way > most:
         return way, Repeatability(
