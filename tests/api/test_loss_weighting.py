@@ -189,7 +189,7 @@ def plain_loop(job: Job) -> tuple[float, dict[str, Tensor]]:
     for step in range(STEPS):
         epoch, number = divmod(step, -(-SAMPLES // BATCH))
         samples = stream.samples(epoch, number * BATCH, min((number + 1) * BATCH, SAMPLES))
-        value = job.loss(model, torch.utils.data.default_collate([job.data[int(sample)] for sample in samples]))
+        value = job.loss(model, (job.collate or default_collate)([job.data[int(sample)] for sample in samples]))
         optimizer.zero_grad()
         value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -323,6 +323,26 @@ class StopAt:
 
     def load_state_dict(self, state: Any) -> None:
         pass
+
+
+def time_first(items: list[Any]) -> tuple[Tensor, Tensor]:
+    padded = nn.utils.rnn.pad_sequence([item["tokens"][item["mask"]] for item in items], padding_value=1)
+    return padded[:-1], padded
+
+
+def translated(model: nn.Module, batch: Any) -> Tensor:
+    inputs, labels = batch
+    return functional.cross_entropy(model(inputs.T).transpose(0, 1).flatten(0, 1), labels[1:].flatten(), ignore_index=1)
+
+
+def test_time_may_come_first(tmp_path: Path) -> None:
+    """As in torch's example of translation: padded by `pad_sequence`, the first token of each sentence left out."""
+    job = job_of(translated, collate=time_first)
+    found = trained(str(tmp_path), job, 5)
+    assert found["rule"]["by"] == "tokens"
+    assert "[1:] != 1" in found["rule"]["reason"]
+    assert not found["rule"]["holds_division"]
+    assert difference(found, job) < 1e-12
 
 
 def test_a_resumed_run_keeps_its_rule(tmp_path: Path) -> None:

@@ -14,11 +14,19 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.value import Value
 
 IGNORE_INDEX = -100  # what torch and transformers leave out of a cross-entropy
 _PADDING = (-1, 0, 1)  # other values that mark positions to leave out, in labels and in masks
-Part = Literal["all", "from the second", "up to the last"]
+Part = Literal["all", "from the second", "up to the last", "from the second row", "up to the last row"]
+_PART_WORDS: dict[Part, str] = {
+    "all": "",
+    "from the second": "[:, 1:]",
+    "up to the last": "[:, :-1]",
+    "from the second row": "[1:]",
+    "up to the last row": "[:-1]",
+}
 LeafPath = tuple[str | int, ...]
 
 
@@ -86,6 +94,15 @@ def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) 
     return map_leaves(lambda leaf: in_format(moved(leaf, device), channels_last), batch)
 
 
+def note_one_sample(error: Exception, num_samples: int) -> None:
+    """Add to an error of the user's code that its batch has one sample, which much code is not written for."""
+    if num_samples == 1 and not isinstance(error, DrivetrainError):
+        error.add_note(
+            "drivetrain: its batch has 1 sample: squeeze() drops that dimension, too, where squeeze(1) does not, and "
+            "batch normalization needs 2"
+        )
+
+
 def in_format(leaf: Any, channels_last: bool) -> Any:
     """Put images (floating, four dimensions) into channels-last layout, if asked to. The values stay."""
     if channels_last and isinstance(leaf, Tensor) and leaf.dim() == 4 and leaf.is_floating_point():
@@ -114,7 +131,7 @@ class Count(Value):
     path: LeafPath  # to the tensor: keys, positions, field names
     kind: Literal["unequal", "sum", "numel"]
     ignored: int = 0  # of `unequal`: the value that is not counted
-    part: Part = "all"  # along the second dimension: next-token losses leave out the first label of each sample
+    part: Part = "all"  # next-token losses leave out the first label of each sample: a column, or a row of time steps
 
     def of(self, batch: Any) -> Tensor:
         """Count the items of a batch, as a tensor on its device, without waiting for the device."""
@@ -154,6 +171,11 @@ class Count(Value):
             return False
         return True
 
+    def leaves_out_samples(self, batches: Sequence[Any], sizes: Sequence[int]) -> bool:
+        """Tell whether it leaves out a row, and rows are samples, not time steps."""
+        lengths = [len(_at(batch, self.path)) for batch in batches]
+        return self.part.endswith(" row") and lengths == list(sizes)
+
     def by_sample(self, batch: Any) -> Tensor:
         """Count the items of each sample of a batch whose tensor has one row per sample."""
         tensor = _cut(_at(batch, self.path), "all" if self.kind == "sum" else self.part)
@@ -168,7 +190,7 @@ class Count(Value):
         name = _in_words(self.path)
         if self.kind == "sum":
             return f"the sum of {name}" if self.part == "all" else f"the sum of {name} - 1"
-        name += {"all": "", "from the second": "[:, 1:]", "up to the last": "[:, :-1]"}[self.part]
+        name += _PART_WORDS[self.part]
         return f"the elements of {name}" if self.kind == "numel" else f"{name} != {self.ignored}"
 
 
@@ -181,6 +203,9 @@ def candidates(batch: Any) -> list[Count]:
         parts: tuple[Part, ...] = ("all", "from the second", "up to the last") if tensor.dim() > 1 else ("all",)
         values = _ignored_values(tensor)
         found += [Count(path=path, kind="unequal", ignored=value, part=part) for value in values for part in parts]
+        if tensor.dim() == 2 and not tensor.is_floating_point():  # perhaps with time first, as `pad_sequence` makes it
+            rows: tuple[Part, ...] = ("from the second row", "up to the last row")
+            found += [Count(path=path, kind="unequal", ignored=value, part=part) for value in values for part in rows]
         if _may_be_lengths(tensor):
             shifts: tuple[Part, ...] = ("all", "from the second") if tensor.dim() == 1 else ("all",)
             found += [Count(path=path, kind="sum", part=part) for part in shifts]
@@ -203,8 +228,10 @@ def _ignored_values(tensor: Tensor) -> list[int]:
         return [0, 1]
     if tensor.dim() > 4 or tensor.dtype is torch.uint8:  # pictures
         return []
-    last = int(tensor[..., -1].flatten().mode().values) if tensor.dim() > 1 else IGNORE_INDEX
-    present = [value for value in dict.fromkeys((*_PADDING, last)) if bool((tensor == value).any())]
+    ends = [tensor[..., -1].flatten()] if tensor.dim() > 1 else []
+    ends += [tensor[-1]] if tensor.dim() == 2 else []  # with time first
+    last = [int(end.mode().values) for end in ends]
+    present = [value for value in dict.fromkeys((*_PADDING, *last)) if bool((tensor == value).any())]
     return list(dict.fromkeys((IGNORE_INDEX, *present)))
 
 
@@ -220,6 +247,8 @@ def _num_positions(tensor: Tensor) -> int:
 def _cut(tensor: Tensor, part: Part) -> Tensor:
     if part == "all" or tensor.dim() < 2:
         return tensor
+    if part in ("from the second row", "up to the last row"):
+        return tensor[1:] if part == "from the second row" else tensor[:-1]
     return tensor[:, 1:] if part == "from the second" else tensor[:, :-1]
 
 

@@ -103,6 +103,7 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
     model, batches = _in_fp32(model, [parts.whole, *parts.parts])
     batches = [to_device(batch, device) for batch in batches]
     found = [candidate for candidate in candidates(batches[0]) if all(map(candidate.is_in, batches))]
+    found = [candidate for candidate in found if not candidate.leaves_out_samples(batches[1:], parts.sizes)]
     counts = [[float(candidate.of(batch)) for batch in batches[1:]] for candidate in found]
     with _measuring(model, device):
         carried, foreign = _carried(loss, model, batches[1], device)
