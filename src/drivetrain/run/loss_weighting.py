@@ -92,7 +92,7 @@ def _settle(run: Session, model: nn.Module, recorded: Weighting | None) -> None:
         run.weighting = Weighting(by=asked, holds_division=couples, reason="asked for")
     elif run.job.source.is_keyed and run.job.largest_batch != 1:
         numbers = _first_samples(run)
-        run.weighting = _measured_by_rank_0(run, model, lambda: _parts_by_number(run, numbers))
+        run.weighting = _measured_by_rank_0(run, model, lambda fewest: _parts_by_number(run, numbers, fewest))
         _refuse_unfound(run)
     else:
         notes = run.world.agree(_notes_of_one_sample(run, model) if run.world.is_main else ())
@@ -134,7 +134,7 @@ def settle_by_batch(run: Session, model: nn.Module, batch: Any, num_samples: int
         _settle_turns(run, model, settle)
     elif run.weighs_first_batch:
         run.weighs_first_batch = False
-        run.weighting = _measured_by_rank_0(run, model, lambda: _cut(batch, num_samples))
+        run.weighting = _measured_by_rank_0(run, model, lambda _: _cut(batch, num_samples))
         _refuse_unfound(run)
 
 
@@ -146,13 +146,13 @@ def _refuse_unfound(run: Session) -> None:
         )
 
 
-def _measured_by_rank_0(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Weighting:
+def _measured_by_rank_0(run: Session, model: nn.Module, parts: Callable[[int], Parts]) -> Weighting:
     """Measure on rank 0 and agree."""
     found = _measured(run, model, parts) if run.world.is_main else None
     return Weighting.model_validate(run.world.agree(None if found is None else found.model_dump(mode="json")))
 
 
-def _measured(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Weighting:
+def _measured(run: Session, model: nn.Module, parts: Callable[[int], Parts]) -> Weighting:
     couples = BATCH_NORM if couples_samples(model) else ""
     notes: tuple[str, ...] = ()
     device = next((parameter.device for parameter in model.parameters()), run.world.device)
@@ -160,9 +160,8 @@ def _measured(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Wei
     if not why_not:
         try:
             with untouched(run.world.device):
-                made = parts()
                 loss = _UncountedLoss(run.job)
-                probed = probe_loss(loss, model, made, device)
+                made, probed = _probed(run, loss, model, parts, device)
             couples, notes = couples or probed.carried.couples, _notes(run, probed)
             if probed.returns_sum:
                 what = "named parts with a count each" if loss.has_parts else "a LossSum"
@@ -187,6 +186,22 @@ def _measured(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Wei
     return found.model_copy(update={"reason": words, "holds_division": couples or words, "notes": notes})
 
 
+def _probed(
+    run: Session, loss: "_UncountedLoss", model: nn.Module, parts: Callable[[int], Parts], device: torch.device
+) -> tuple[Parts, ProbedLoss]:
+    """Probe the loss; with no more samples than a step has, where it is made for that many and fails with more."""
+    most = run.job.largest_batch or 0
+    try:
+        made = parts(FEWEST_SAMPLES)
+        return made, probe_loss(loss, model, made, device)
+    except Exception as error:
+        is_other = isinstance(error, (DrivetrainError, torch.OutOfMemoryError))
+        if is_other or not FEWEST_CUT <= most < FEWEST_SAMPLES:
+            raise
+    made = parts(most)
+    return made, probe_loss(loss, model, made, device)
+
+
 def _notes_of_one_sample(run: Session, model: nn.Module) -> tuple[str, ...]:
     """Return what calls of the loss leave behind, where steps have one sample each."""
     device = next((parameter.device for parameter in model.parameters()), run.world.device)
@@ -208,8 +223,8 @@ def _notes(run: Session, probed: ProbedLoss) -> tuple[str, ...]:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in probed.foreign[:3])
         found.append(
             f"it uses parameters that the model does not have (of shape {shapes}): nothing trains them, and no "
-            "checkpoint holds them. Make them part of the model; or freeze them with requires_grad_(False), if they "
-            "are not to be trained"
+            "checkpoint holds them. Make them part of the model (layers of a list with nn.ModuleList); or freeze them "
+            "with requires_grad_(False), if they are not to be trained"
         )
     return tuple(found)
 
@@ -261,11 +276,14 @@ def _first_samples(run: Session) -> list[int]:
     return found
 
 
-def _parts_by_number(run: Session, numbers: Sequence[int]) -> Parts:
-    """Make a batch and its parts with the job's own collate function, from samples that count differently."""
+def _parts_by_number(run: Session, numbers: Sequence[int], fewest: int) -> Parts:
+    """Make a batch of at least `fewest` samples, and its parts, with the job's own collate function.
+
+    Samples are chosen that count differently.
+    """
     job = run.job
     source, collate = KeyedItems(job.source.dataset, job.seed), Collated(job.collate)
-    wanted = min(MOST_SAMPLES, max(FEWEST_SAMPLES, (job.largest_batch or 1) // 8))
+    wanted = min(MOST_SAMPLES, max(fewest, (job.largest_batch or 1) // 8))
     with generators_kept():
         items: list[Any] = []
         began = time.perf_counter()
@@ -388,9 +406,9 @@ class LossWatch:
         elif run.job.source.is_keyed:
             told = self._host.gather([] if found is None else found[1])
             numbers = [number for part in told for number in part]
-            after = _measured_by_rank_0(run, self._model, lambda: _parts_by_number(run, numbers))
+            after = _measured_by_rank_0(run, self._model, lambda fewest: _parts_by_number(run, numbers, fewest))
         else:
-            own = None if found is None else _measured(run, self._model, lambda: _cut(found[2], found[3]))
+            own = None if found is None else _measured(run, self._model, lambda _: _cut(found[2], found[3]))
             told = self._host.gather(None if own is None else own.model_dump(mode="json"))
             after = Weighting.model_validate(next(each for each in told if each is not None))
         self._num_looks += 1
@@ -447,7 +465,7 @@ def look_at_all(run: Session, loader: Loader, model: nn.Module) -> None:
         return  # there was no time to look at all of them: they are watched while they are used
     if telling:
         numbers = [*telling, *_first_samples(run)]
-        run.weighting = _measured_by_rank_0(run, model, lambda: _parts_by_number(run, numbers))
+        run.weighting = _measured_by_rank_0(run, model, lambda fewest: _parts_by_number(run, numbers, fewest))
     run.weighting = run.weighting.closed()
 
 
