@@ -22,7 +22,7 @@ from drivetrain.core.aims import (
     largest_batch,
     samples_between,
 )
-from drivetrain.core.errors import ConfigError, DrivetrainError, returned, suggesting_keywords
+from drivetrain.core.errors import ConfigError, DrivetrainError, nothing_trains, returned, suggesting_keywords
 from drivetrain.core.hook import Hook
 from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, MetricFunction, MetricObject, NamedLosses
 from drivetrain.core.optimizers import (
@@ -306,7 +306,7 @@ class Job:
         """Make the user's optimizer over the parameters that train; fused where possible, unless the user chose."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
-            raise DrivetrainError("no parameter of the model is trained", remedy="set requires_grad on those to train")
+            raise nothing_trains(len(list(model.parameters())))
         if not isinstance(self.optimizer, Mapping):
             return self._made(self.optimizer, _groups(trained, self.weight_decay), model)
         chosen = chosen_parameters(model, self.optims)

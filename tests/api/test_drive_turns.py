@@ -112,6 +112,22 @@ def test_only_the_parameters_of_the_turn_have_gradients(tmp_path: Path) -> None:
     assert all(parameter.requires_grad for parameter in run.model.parameters())
 
 
+def test_what_another_turn_computed_is_nothing_to_learn_from(tmp_path: Path) -> None:
+    """Many scripts compute a generator's samples once, for both of its turns."""
+    run = begun(str(tmp_path), GLOBAL_BATCH)
+    parts = Parts(run.model)
+    made = torch.zeros(())
+    for batch in run:
+        if run.turn == "g":
+            break
+        made = parts("gen", torch.ones(len(batch), 4, dtype=batch.dtype)).sum()
+        run.backward(loss_d(parts, batch))
+        run.step()
+    with pytest.raises(dt.DrivetrainError, match="in the turn of 'g' does not depend") as raised:
+        run.backward(made)
+    assert "in that turn" in raised.value.remedy
+
+
 def test_several_optimizers_of_one_backward(tmp_path: Path) -> None:
     """All step after one backward, each by its own schedule."""
     torch.manual_seed(7)

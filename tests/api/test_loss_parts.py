@@ -333,8 +333,9 @@ class Growing:
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     job = make_job(**changes)
-    with pytest.raises(DrivetrainError, match=words.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(DrivetrainError, match=words.replace("(", r"\(").replace(")", r"\)")) as raised:
         trained(tmp_path, job, 4, loss_weighting="samples")
+    assert "shape (2,)" not in words or "output.loss" in raised.value.remedy
 
 
 @pytest.mark.parametrize("weights", [{}, {"a": "much"}, {"a": math.nan}, {"a": True}, [("a", 1)]])

@@ -382,7 +382,7 @@ class Drive:
             )
         self._leave_forward()
         if isinstance(loss, Tensor | LossSum):
-            check_objective(loss.total if isinstance(loss, LossSum) else loss, self._plain)
+            check_objective(loss.total if isinstance(loss, LossSum) else loss, self._plain, self.turn)
         self._gradients.check(micro, loss)
         self._stepper.forward_backward(loss, begun.place, micro)
         self._gradients.note(micro, loss)

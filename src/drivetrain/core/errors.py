@@ -163,3 +163,13 @@ def call_problem(function: Any, *arguments: str) -> str:
 def returned(value: Any) -> str:
     """Say what a user's function returned instead of what it should."""
     return "returned None: did you forget `return`?" if value is None else f"returned {type(value).__name__}"
+
+
+def nothing_trains(num_parameters: int) -> DrivetrainError:
+    """Return the error for a model of which nothing is trained: without parameters, or with all of them frozen."""
+    if num_parameters:
+        return DrivetrainError("no parameter of the model is trained", remedy="set requires_grad on those to train")
+    return DrivetrainError(
+        "the model has no parameters",
+        remedy="make layers attributes of it; those of a list or dictionary belong in nn.ModuleList or nn.ModuleDict",
+    )

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import DrivetrainError, nothing_trains
 from drivetrain.core.value import GIB, Value
 from drivetrain.hardware.facts import Gpu, Hardware
 from drivetrain.hardware.gpu_drivers import read_utilization
@@ -216,9 +216,7 @@ class DeviceManager:
         parameters = list(model.parameters())
         num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         if not num_trained:
-            raise DrivetrainError(
-                "no parameter of the model is trained", remedy="set requires_grad=True on those to train"
-            )
+            raise nothing_trains(len(parameters))
         num_tensors = 0 if batch is None else sum(1 for _ in _devices_in("batch", batch, set()))
         if batch is not None and not num_tensors:
             raise DrivetrainError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.core.errors import DrivetrainError, returned
+from drivetrain.core.errors import DrivetrainError, nothing_trains, returned
 from drivetrain.core.hook import StepSettlement, settlement_of
 from drivetrain.core.isolation import buffers_kept, is_out_of_memory, model_kept, uncounted
 from drivetrain.core.metrics import SKIPPED_IF_BAD, Logged, LossSum, NamedLosses, StepOutcome, UndividedLoss
@@ -585,15 +585,19 @@ def gradient_versions(parameters: Iterable[Tensor]) -> list[int]:
     return [-1 if parameter.grad is None else parameter.grad._version for parameter in parameters]
 
 
-def check_objective(value: Tensor, model: nn.Module) -> None:
+def check_objective(value: Tensor, model: nn.Module, turn: str = "") -> None:
+    """Raise where a loss is none that a step can learn from; `turn` is the optimizer's whose turn it is."""
     if value.dim() != 0:
         raise DrivetrainError(
             f"the loss has shape {tuple(value.shape)}, not that of a scalar",
             remedy="return loss.mean(), or dt.LossSum(loss.sum(), loss.numel())",
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise nothing_trains(len(list(model.parameters())))
+    if not value.requires_grad and turn:
         raise DrivetrainError(
-            "no parameter of the model is trained", remedy="set requires_grad on those that should be"
+            f"the loss in the turn of {turn!r} does not depend on any parameter that is trained in it",
+            remedy="compute all of it in that turn: in another one, its parameters have no gradients",
         )
     if not value.requires_grad:
         raise DrivetrainError(

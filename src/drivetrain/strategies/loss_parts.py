@@ -502,7 +502,8 @@ def _check(name: Any, part: Any) -> None:
         shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise DrivetrainError(
             f"the part {name!r} of the loss is {shape}, not a scalar tensor",
-            remedy="return its mean over the batch, or dt.LossSum(sum, count); a batch that lacks it may leave it out",
+            remedy="return its mean over the batch, or dt.LossSum(sum, count); a batch that lacks it may leave it out. "
+            "Of what a model returned with its loss, return the loss alone: output.loss",
         )
 
 
