@@ -366,6 +366,42 @@ def test_buffers_of_other_processes_are_not_lost_in_silence(tmp_path: Path, gloo
     assert words in gloo_pool.run(lines_of_a_table, str(tmp_path / "two"), world=2)[0]
 
 
+class Layered(nn.Module):
+    """Keeps its layers in a list, and trains itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(5, 3).double()]
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.layers[0](inputs)
+
+
+class Fitting(nn.Linear):
+    def train(self, positive: Tensor, negative: Tensor) -> None:  # type: ignore[override]
+        """Do what the forward-forward algorithm does with its layers."""
+
+
+def test_models_whose_names_mean_something_else_to_torch_are_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(DrivetrainError, match="has no parameters") as raised:
+        weights_of(job_of(model=Layered), tmp_path)
+    assert "nn.ModuleList" in raised.value.remedy
+    with pytest.raises(DrivetrainError, match=r"train\(\) of 0 \(Fitting\) cannot be called as train\(True\)"):
+        weights_of(job_of(model=lambda: nn.Sequential(Fitting(5, 3).double())), tmp_path)
+
+
+def test_a_loss_that_is_made_for_the_batch_of_the_job_is_measured_with_no_more(tmp_path: Path) -> None:
+    """Style transfer compares with a style that was repeated once for each sample of a batch."""
+    styles = torch.ones(BATCH, 3, dtype=torch.float64)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        output = model(batch[0])
+        return functional.cross_entropy(output, batch[1]) + (output - styles[: len(output)]).square().mean()
+
+    assert_same(weights_of(job_of(loss=loss), tmp_path), plain_weights(make_model(), loss))
+    assert lines_told(tmp_path) == ("", [])
+
+
 def test_parameters_of_the_loss_are_not_left_out_in_silence(tmp_path: Path) -> None:
     scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
@@ -503,6 +539,16 @@ def test_a_batch_norm_that_the_factory_froze_is_not_unfrozen_in_silence(
 
     weights_of(job_of(model=make, max_steps=1), tmp_path)
     assert "1 was in evaluation mode" in capsys.readouterr().err
+    # A model that keeps it so, and a loop whose modes stay, are told nothing.
+    weights_of(job_of(name="kept", model=lambda: FrozenNorm().train(), max_steps=1), tmp_path)
+    model, data = make(), TensorDataset(INPUTS, LABELS)
+    config = configure(output_dir=tmp_path, device="cpu", num_workers=0)
+    run = dt.drive(model, sgd(model.parameters()), data, name="own", max_steps=1, global_batch=8, config=config)
+    for batch in run:
+        run.backward(cross_entropy(model, batch))
+        run.step()
+    assert not model[1].training  # type: ignore[index]
+    assert "was in evaluation mode" not in capsys.readouterr().err
 
 
 def test_a_loss_may_change_its_batch(tmp_path: Path) -> None:
@@ -634,6 +680,25 @@ def test_a_last_batch_that_is_too_small_is_refused_before_the_first_step(tmp_pat
     for folder in ("shape", "norm"):
         assert not (tmp_path / folder / "habit" / "steps.jsonl").exists()
     weights_of(job_of(loss=of_eight, data=TensorDataset(INPUTS[:16], LABELS[:16])), tmp_path / "whole", batch_size=8)
+
+
+def squeezed(model: Any, batch: Any) -> Tensor:
+    return functional.binary_cross_entropy(model(batch[0]).sigmoid().squeeze(), batch[1].double())
+
+
+def test_a_single_sample_at_the_end_is_tried_before_the_first_step(tmp_path: Path) -> None:
+    """`squeeze()` drops the dimension of samples, where there is one: 17 samples in batches of 8."""
+    data, odd = TensorDataset(INPUTS[:16], LABELS[:16] > 0), TensorDataset(INPUTS[:17], LABELS[:17] > 0)
+    given: dict[str, Any] = {"model": lambda: nn.Linear(5, 1).double(), "loss": squeezed}
+    for name, changes in {"last": {"data": odd}, "valid": {"data": data, "valid": odd}}.items():
+        with pytest.raises(ValueError, match="target size") as raised:
+            weights_of(job_of(**given, **changes), tmp_path / name, batch_size=8)
+        assert any("its batch has 1 sample: squeeze()" in note for note in raised.value.__notes__)
+        assert any("was tried" in note and "before the first step" in note for note in raised.value.__notes__)
+    with pytest.raises(ValueError, match="target size") as raised:
+        weights_of(job_of(**given, data=data), tmp_path / "micro", batch_size=7)
+    assert any("its batch has 1 sample: squeeze()" in note for note in raised.value.__notes__)
+    weights_of(job_of(**given, data=data, valid=data, max_steps=1), tmp_path / "even", batch_size=8)
 
 
 def test_an_error_names_its_step(tmp_path: Path) -> None:

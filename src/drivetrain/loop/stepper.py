@@ -9,7 +9,7 @@ import torch
 
 from drivetrain.core.metrics import StepOutcome
 from drivetrain.core.world import World
-from drivetrain.data.batch import MicroBatch
+from drivetrain.data.batch import MicroBatch, note_one_sample
 from drivetrain.data.division import Place, Stretch, key_of, mix
 from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Draws, seed_all
 from drivetrain.monitor.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, NoClock, PhaseClock
@@ -65,8 +65,14 @@ class Stepper:
     def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: float) -> StepOutcome:
         if self._turns is not None:
             return self._run_turns(self._turns, place, list(micro_batches), stop)
-        for micro in micro_batches:
-            self.forward_backward(self.begin(place, micro), place, micro)
+        num_samples = 0
+        try:
+            for micro in micro_batches:
+                num_samples = micro.num_samples
+                self.forward_backward(self.begin(place, micro), place, micro)
+        except Exception as error:
+            note_one_sample(error, num_samples)
+            raise
         return self.end(stop)
 
     def _run_turns(

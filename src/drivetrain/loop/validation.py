@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -42,7 +43,7 @@ from drivetrain.core.precision import Precision, widened
 from drivetrain.core.state import is_distributed
 from drivetrain.core.value import format_metric
 from drivetrain.core.world import World
-from drivetrain.data.batch import described, map_tensors
+from drivetrain.data.batch import described, map_tensors, note_one_sample
 from drivetrain.data.division import key_of
 from drivetrain.data.keyed_items import seed_all
 from drivetrain.data.loader import Loader, MicroBatch
@@ -64,6 +65,17 @@ _VALIDATION = 0x7A11D  # the key of a model's random draws in validation: the sa
 _PART = "loss_"  # before the name of a part of the loss
 
 
+def _to_try(loader: Loader) -> Iterator[tuple[str, MicroBatch]]:
+    """Yield the first batch, and the last one if it has a single sample, which much code is not written for."""
+    first = loader.first()
+    yield "first", first
+    division = loader.division
+    if division.world_size == 1 and loader.source.is_keyed and first.num_samples > 1:
+        place = division.place(division.steps_per_epoch - 1)
+        if place.num_samples % division.micro_batch == 1:
+            yield "last", loader.last_of(place)
+
+
 class Validator:
     """Runs a model over the validation sets. `measure` is collective."""
 
@@ -83,6 +95,7 @@ class Validator:
         progress: Callable[[str, float], None] | None = None,  # called with the set's name and the part that is done
     ) -> None:
         self._progress, self._buffers = progress, _BufferWatch(world)
+        self._num_samples = 0  # of the newest batch
         self._scalars: dict[str, Tensor] = {}  # what metrics that return a scalar returned for the newest batch
         self._computes_gradients = False  # whether the loss does, and so is measured with gradients on
         self._may_halve, self._eager = may_halve, eager
@@ -119,27 +132,30 @@ class Validator:
     def try_out(self, model: nn.Module) -> None:
         """Run one batch of each set through the model, and raise what would end a validation. Nothing is kept of it."""
         for name, loader in self._loaders.items():
-            words = f"the first batch of the validation set{f' {name!r}' if name else ''}"
+            words = f"batch of the validation set{f' {name!r}' if name else ''}"
             failure = self._tried(loader, model, words)
             while self._halves(loader, model, failure):
                 failure = self._tried(loader, model, words)
             raise_on_all_ranks(failure, "validation", model, self._world)
 
     def _tried(self, loader: Loader, model: nn.Module, words: str) -> Exception | None:
-        """Run the first batch of a set through the model, and return what went wrong; None if nothing did."""
+        """Run batches of a set through the model, and return what went wrong; None if nothing did."""
+        tried = f"the first {words}"
         with untouched(self._world.device), buffers_kept(model), model_kept(model):
             try:
-                first = loader.first()
-                words += f", {described(first.batch)}"
-                first = first._replace(batch=self._on_device(first.batch))
-                self._counted(lambda: [first], model, model)
-                self._tell_of_no_means(first)
+                for which, micro in _to_try(loader):
+                    tried = f"the {which} {words}, {described(micro.batch)}"
+                    here = micro._replace(batch=self._on_device(micro.batch))
+                    self._counted(partial(iter, [here]), model, model)
+                    if which == "first":
+                        self._tell_of_no_means(here)
             except DrivetrainError as error:
-                failure = DrivetrainError(f"{error.message}; it was tried on {words}", remedy=error.remedy)
+                failure = DrivetrainError(f"{error.message}; it was tried on {tried}", remedy=error.remedy)
                 failure.__cause__ = error
                 return failure
             except Exception as error:  # noqa: BLE001  (raised by the caller, on all ranks)
-                error.add_note(f"drivetrain: {words}, was tried before the first step")
+                note_one_sample(error, self._num_samples)
+                error.add_note(f"drivetrain: {tried}, was tried before the first step")
                 return error
         return None
 
@@ -178,6 +194,7 @@ class Validator:
             try:
                 counted = self._counted(lambda: self._followed(set_name, loader), model, called)
             except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
+                note_one_sample(error, self._num_samples)
                 failure = error
             if not self._halves(loader, model, failure):
                 break
@@ -269,6 +286,7 @@ class Validator:
         with evaluating(model), gradients, recording_outputs(called, outputs), stance:
             for micro in batches:
                 outputs.clear()
+                self._num_samples = micro.num_samples
                 most = max(most, micro.num_samples)
                 compiled = self._compiled_loss if micro.num_samples == most else None
                 with collecting() as logged, self._precision.around_forward() or nullcontext():

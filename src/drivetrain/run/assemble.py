@@ -28,7 +28,7 @@ from drivetrain.core.run_folder import read_fork
 from drivetrain.core.state import ParameterWatch
 from drivetrain.core.value import format_count
 from drivetrain.core.world import World
-from drivetrain.data.batch import to_device
+from drivetrain.data.batch import note_one_sample, to_device
 from drivetrain.data.division import Division, Position
 from drivetrain.data.feed import ResidentFeed, feed_for
 from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Columns, Draws, what_draws
@@ -456,10 +456,14 @@ def try_last_batch(run: Session, loader: Loader, parts: RunParts) -> None:
     That is done only where what was tried before has not shown that the loss takes any number of samples.
     """
     job, batch, per_epoch = run.job, run.job.largest_batch or 1, run.job.steps_per_epoch
-    if run.world.size > 1 or not job.source.is_keyed or not run.weighting.holds_division or job.turns or not per_epoch:
+    if run.world.size > 1 or not job.source.is_keyed or job.turns or not per_epoch:
+        return
+    if (job.num_steps or per_epoch) < per_epoch:
         return
     place = loader.division.place(per_epoch - 1)
-    if (job.num_steps or per_epoch) < per_epoch or place.num_samples % loader.division.micro_batch == 0:
+    rest = place.num_samples % loader.division.micro_batch
+    is_known = rest > 1 and not run.weighting.holds_division  # a single sample was not tried at all
+    if rest == 0 or place.num_samples == batch or is_known:
         return
     last = loader.last_of(place)
     try:
@@ -471,6 +475,7 @@ def try_last_batch(run: Session, loader: Loader, parts: RunParts) -> None:
     except Exception as error:
         if is_out_of_memory(error):
             return
+        note_one_sample(error, last.num_samples)
         error.add_note(
             f"drivetrain: the last batch of each epoch is smaller, with {format_count(place.num_samples, 'sample')} "
             f"instead of {batch}; the loss has to take it, too, and was tried on it before the first step. To leave it "

@@ -4,6 +4,7 @@ A limit of host memory makes a model that cannot fit fail with an error, instead
 `Job.init_from` names the weights that a new run starts with.
 """
 
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -60,11 +61,17 @@ class Prepared(NamedTuple):
     called_model: Callable[..., Any] | None = None  # what the loss function gets instead: the model compiled
 
 
-def build_model(run: Session) -> nn.Module:
-    """Make the model as the user defines it, on its device unless it is going to be sharded."""
+def build_model(run: Session, *, modes_stay: bool = False) -> nn.Module:
+    """Make the model as the user defines it, on its device unless it is going to be sharded.
+
+    It is in training mode then; `modes_stay` says that the caller puts the modes of its modules back.
+    """
     torch.manual_seed(run.job.seed)  # the same weights on every rank, and in every run of this seed
     made, notes = unwrapped(_made(run))
-    for note in () if run.quiet else (*notes, *_frozen_norms(made)):
+    refuse_other_train(made)
+    if not modes_stay:
+        notes += _unfrozen_norms(made)
+    for note in () if run.quiet else notes:
         notice(note)
     refuse_lazy(made)
     refuse_sparse(made)
@@ -88,11 +95,13 @@ def build_model(run: Session) -> nn.Module:
         ) from error
 
 
-def _frozen_norms(model: nn.Module) -> list[str]:
-    """Tell of batch norms in evaluation mode, which `model.train()` puts back into training mode."""
-    if not model.training:
-        return []  # all of it is, as what `from_pretrained` returns
-    names = [name for name, it in model.named_modules() if isinstance(it, _BatchNorm) and not it.training]
+def _unfrozen_norms(model: nn.Module) -> list[str]:
+    """Call `model.train()`, and tell of batch norms in evaluation mode that it puts back into training mode."""
+    # What `from_pretrained` returns is in evaluation mode as a whole: that says nothing of its norms.
+    norms = {name: it for name, it in model.named_modules() if isinstance(it, _BatchNorm) and not it.training}
+    is_meant = model.training
+    model.train()
+    names = [name for name, norm in norms.items() if norm.training and is_meant]
     if not names:
         return []
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -101,6 +110,21 @@ def _frozen_norms(model: nn.Module) -> list[str]:
         "before the first step. To keep its statistics, override train() in the model: super().train(mode), then "
         "eval() of that part"
     ]
+
+
+def refuse_other_train(model: nn.Module) -> None:
+    """Raise where `train` of a module is not torch's switch of modes but something of the user's."""
+    for name, module in model.named_modules():
+        if type(module).train is nn.Module.train:
+            continue
+        try:
+            inspect.signature(module.train).bind(True)
+        except TypeError as error:
+            whose = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            raise DrivetrainError(
+                f"train() of {whose} cannot be called as train(True), by which torch sets the training mode: {error}",
+                remedy="give that method another name, such as fit()",
+            ) from error
 
 
 def _refuse_several_optimizers(run: Session) -> None:
@@ -167,7 +191,7 @@ def _compile_parts(run: Session, model: nn.Module) -> None:
 
 def callable_model(run: Session) -> Prepared:
     """Return the model as it is run, its optimizer, and what the loss function calls instead if it is compiled."""
-    model, optimizer, _ = prepare_model(run, build_model(run))
+    model, optimizer, _ = prepare_model(run, build_model(run, modes_stay=True))
     if not run.shards:
         model = model.to(run.world.device)
     if run.way.compile_mode is None or not run.way.compiles_loss or run.shards:
