@@ -28,7 +28,9 @@ class VisionTransformer(nn.Module):
         return logits
 
 
-def image_workload(smoke: bool, model: type[nn.Module], small: dict[str, int], pace: Pace) -> Workload:
+def image_workload(
+    smoke: bool, model: type[nn.Module], small: dict[str, int], pace: Pace, *, job_steps: int = 20_000
+) -> Workload:
     """Images as bytes, made floating point on the device; `small` are the sizes of the tiny model."""
     side, classes, num_samples = (small["side"], small["classes"], 96) if smoke else (224, 1000, 2048)
 
@@ -46,10 +48,10 @@ def image_workload(smoke: bool, model: type[nn.Module], small: dict[str, int], p
         data=data,
         global_batch=16 if smoke else 128,
         pace=Pace(2, 2, 2) if smoke else pace,
-        job_steps=40 if smoke else 200_000,  # 20 epochs of ImageNet
+        job_steps=40 if smoke else job_steps,  # of ImageNet, two epochs
     )
 
 
 def workload(smoke: bool) -> Workload:
     small = {"side": 16, "patch": 8, "width": 16, "layers": 2, "heads": 2, "classes": 10}
-    return image_workload(smoke, VisionTransformer, small, Pace(20, 40, 4))
+    return image_workload(smoke, VisionTransformer, small, Pace(20, 40, 4), job_steps=200_000)

@@ -256,3 +256,8 @@ def test_a_cpu_repeats_with_the_fastest_kernels(setups: Callable[..., Session]) 
     assert first.repeats_here
     assert first.difference(second) == ""
     assert FirstSteps(run, built).bits(run.way.but(repeat="strict")).difference(first) == "", "the same numbers, too"
+
+
+def test_the_first_step_of_a_long_job_waits_a_minute_at_most() -> None:
+    """A job of ten minutes, one of two hours, and one of two days."""
+    assert [planner.repeat_seconds(left) for left in (600.0, 7200.0, 172_800.0)] == [30.0, 60.0, 864.0]

@@ -78,12 +78,13 @@ COMPILE_SECONDS, COMPILE_SECONDS_PER_MODULE = 5.0, 0.25
 LEAST_REPEATED = 0.5  # of a model's smallest modules, that have to be in blocks for compiling these alone
 COMPILE_SHARE = {"cuda": 0.12, "cpu": 0.05}  # on a CPU it gains less, and less often
 # Trying whether steps repeat: what starting a process takes, how many steps are run, and the share of the job that it
-# may take; looking for a way that repeats may take as much again.
+# may take; looking for a way that repeats may take as much again. The first step of a job of hours waits no longer than
+# a minute for it, or a smaller share.
 REPEAT_START_SECONDS = {"cuda": 15.0, "cpu": 5.0}
-REPEAT_STEPS, REPEAT_SHARE = 16, 0.05
+REPEAT_STEPS, REPEAT_SHARE, REPEAT_SECONDS, LONG_SHARE = 16, 0.05, 60.0, 0.005
 CONTEXT_BYTES = 1 << 30  # that a process holds on a GPU besides its tensors
 # What FP8 has to gain to be offered, the steps over which losses are compared, and the share of the job for both.
-LEAST_OFFER, OFFER_STEPS, OFFER_SHARE = 1.05, 20, 0.02
+LEAST_OFFER, OFFER_STEPS, OFFER_SHARE = 1.05, 20, 0.005
 READING_SECONDS = 0.5  # that measuring what reading takes may take
 MUCH_SLOWER, SURE_SECONDS = 1.5, 0.2  # than at an earlier start; for how long it is looked at again
 
@@ -371,7 +372,9 @@ class _Search:
             seconds += len(_fp8_recipes(run)) * tuned.setup_seconds_of(way)
         left = step_seconds * max(0, (run.job.num_steps or 0) - steps_done)
         if seconds > (OFFER_SHARE * left if is_short_of_time else self._scope.budget_seconds):
-            return [f"fp8 was not measured: some {seconds:.0f} s for it are too much here"] if _fp8_recipes(run) else []
+            remedy = "`drivetrain plan --measure` tries it" if is_short_of_time else "--plan-budget allows more"
+            why = f"some {seconds:.0f} s are too long for this job; {remedy}"
+            return [f"fp8 was not measured: {why}"] if _fp8_recipes(run) else []
         for recipe in _fp8_recipes(run):
             other = way.but(precision=recipe)
             if self._on_probe is not None:
@@ -478,7 +481,7 @@ def _repeatable(
     step_seconds = chosen.sample_seconds * run.rank_samples
     seconds_left = step_seconds * max(0, (run.job.num_steps or 0) - steps_done)
     one_way = tuned.setup_seconds_of(way) + REPEAT_STEPS * step_seconds
-    most = REPEAT_SHARE * seconds_left if is_short_of_time else math.inf
+    most = repeat_seconds(seconds_left) if is_short_of_time else math.inf
     if REPEAT_START_SECONDS[run.world.device.type] + one_way > most:
         return way, Repeatability(
             reason=f"not measured: about {seconds_left:.0f} s of work are left, too little to spend some "
@@ -517,6 +520,11 @@ def _repeatable(
     if found.value is not None and run.config.plan.cache:
         cache.write_repeated(Repeated(chosen=way, followed=followed, found=found))
     return followed, found
+
+
+def repeat_seconds(seconds_left: float) -> float:
+    """Return how long a job that takes so long may be kept waiting to see whether its steps repeat."""
+    return min(REPEAT_SHARE * seconds_left, max(REPEAT_SECONDS, LONG_SHARE * seconds_left))
 
 
 def _why_not_repeated(run: Session, way: StepWay) -> str:
