@@ -78,7 +78,21 @@ CARRIED = {
             run.step(loss)
         """,
 }
+CARRIED["i"] = """
+    for i, (inputs, labels) in enumerate(tqdm(run)):
+        strength = i / 100
+        run.backward(reversed_gradient(model(inputs), strength).mean())
+        run.step()
+    """
 NOT_CARRIED = {
+    "a counter for the log": """
+        for i, batch in enumerate(run):
+            loss = model(batch)
+            run.backward(loss)
+            run.step()
+            if i % 100 == 0:
+                run.log("loss", loss)
+        """,
     "a mean for the log": """
         for batch in run:
             loss = model(batch)

@@ -52,7 +52,15 @@ def _carried(loop: ast.For | ast.AsyncFor | ast.While, is_run: set[str]) -> list
     flow = _Flow(set() if isinstance(loop, ast.While) else _stored(loop.target))
     flow.take_all(loop.body)
     needed = _needed(loop, is_run)
-    return sorted(changed & flow.read_first & needed)
+    return sorted((changed & flow.read_first | _counters(loop)) & needed)
+
+
+def _counters(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:
+    """Return the name by which `enumerate` counts the batches: from 0 again, where a run is resumed."""
+    calls = [] if isinstance(loop, ast.While) else [it for it in ast.walk(loop.iter) if isinstance(it, ast.Call)]
+    is_counted = any(isinstance(call.func, ast.Name) and call.func.id == "enumerate" for call in calls)
+    target = None if isinstance(loop, ast.While) else loop.target
+    return _stored(target.elts[0]) if is_counted and isinstance(target, ast.Tuple) else set()
 
 
 def _loaded(node: ast.AST) -> set[str]:
@@ -98,14 +106,20 @@ def _root(node: ast.AST) -> Iterator[str]:
 def _needed(loop: ast.AST, is_run: set[str]) -> set[str]:
     """Return the names that what is given to the run depends on, directly or by other variables of the loop."""
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    given = [call for call in calls if is_run.intersection(_root(call.func))]
+    given = [call for call in calls if is_run.intersection(_root(call.func)) and _teaches(call.func)]
     needed = {name for call in given for argument in call.args for name in _loaded(argument)}
     edges = [edge for node in ast.walk(loop) for edge in _edges(node, given)]
     while True:
-        more = {name for targets, sources in edges if targets is None or targets & needed for name in sources}
+        # What is done with the run itself, such as a call of its `log`, leads nowhere.
+        more = {name for targets, sources in edges if targets is None or targets & needed - is_run for name in sources}
         if more <= needed:
             return needed
         needed |= more
+
+
+def _teaches(method: ast.expr) -> bool:
+    """Return whether a method of the run changes what is learned: what is logged or exported does not."""
+    return isinstance(method, ast.Attribute) and method.attr in ("backward", "step", "stop")
 
 
 def _edges(node: ast.AST, given: Sequence[ast.AST]) -> Iterator[tuple[set[str] | None, set[str]]]:
