@@ -264,7 +264,12 @@ class ParameterWatch:
             if parameter is not before:
                 raise _changed(f"{name} was replaced by another tensor", "the optimizer still trains the one before")
             if is_trained and not was_trained:
-                raise _changed(f"requires_grad of {name} was set", "it is not in the optimizer and would not train")
+                raise DrivetrainError(
+                    f"requires_grad of {name} was set after training had begun: what trains was settled before, and "
+                    "left it out",
+                    remedy=f'let it train from the start, and freeze it in a hook: context.freeze("{name}") in its '
+                    f"method check, and context.unfreeze later; or {_TRAIN_IN_TWO_JOBS}",
+                )
             if was_trained and not is_trained:
                 self._frozen_now(name)
         for name in self._known:

@@ -342,8 +342,11 @@ class RunRecorder(NoRunRecorder):
 
     def __enter__(self) -> Self:
         facts, plan = self._facts, self._facts.plan
-        verb = f"going on from step {facts.resumed_from} of" if facts.resumed_from else "training"
-        many = "in steps" if facts.num_steps is None else format_count(facts.num_steps, "step")
+        verb, many = "training", "in steps"
+        if facts.resumed_from:
+            verb = f"going on from step {facts.resumed_from}{'' if facts.num_steps is None else ' of'}"
+        if facts.num_steps is not None:
+            many = format_count(facts.num_steps, "step")
         samples = plan.batch_over_steps or format_count(plan.global_batch, "sample")
         self._console.say(f": {verb} {many} of {samples}", bold=facts.name)
         name = facts.gpu.name if facts.gpu is not None else ""
