@@ -816,3 +816,52 @@ def test_a_data_set_that_uses_the_model_is_reported(tmp_path: Path) -> None:
     assert "uses the model (policy)" in note
     weights_of(job_of(model=make_model(), data=Played(other)), tmp_path / "other")
     assert notes_on_data(tmp_path / "other") == []
+
+
+def looped(folder: Path, data: Any, after_step: Callable[[Any], None], num_workers: int = 0) -> None:
+    model, config = make_model(), configure(output_dir=folder, device="cpu", num_workers=num_workers)
+    run = dt.drive(model, sgd(model.parameters()), data, name="habit", global_batch=8, epochs=2, config=config)
+    for batch in run:
+        run.backward(cross_entropy(model, batch))
+        run.step()
+        after_step(run)
+
+
+def test_a_curriculum_that_a_loop_sets_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Quiet(Leveled):
+        limit = 3
+
+        def __getitem__(self, index: int) -> Any:
+            return INPUTS[index] * self.level, LABELS[index]
+
+    def harder(run: Any) -> None:
+        if run.ends_epoch:
+            data.level, data.limit = 2.0, 4
+
+    data = Quiet()
+    looped(tmp_path / "here", data, harder)
+    told = capsys.readouterr().out
+    assert "the loop has changed limit, level of the data set, and no checkpoint holds that" in told
+    data = Quiet()
+    with pytest.raises(DrivetrainError, match=r"the loop has changed limit, level of the data set.* no effect"):
+        looped(tmp_path / "workers", data, harder, num_workers=1)
+    looped(tmp_path / "reads", Leveled(), lambda run: None)
+    assert "has changed" not in capsys.readouterr().out
+
+
+def test_a_batch_that_the_turns_of_a_loop_share_is_not_changed(tmp_path: Path) -> None:
+    model = make_model()
+    halves = {"first": sgd(model[0].parameters()), "last": sgd(model[2].parameters())}
+    data = TensorDataset(INPUTS, LABELS)
+    with pytest.raises(DrivetrainError, match="changed its batch in place") as raised:
+        turned(tmp_path, model, halves, data)
+    assert "x = x / 255" in raised.value.remedy
+
+
+def turned(folder: Path, model: nn.Module, optimizers: Any, data: Any) -> None:
+    config = configure(output_dir=folder, device="cpu", num_workers=0)
+    run = dt.drive(model, optimizers, data, turns=True, name="habit", global_batch=8, epochs=1, config=config)
+    for inputs, labels in run:
+        inputs.div_(255)
+        run.backward(cross_entropy(model, (inputs, labels)))
+        run.step()

@@ -3,7 +3,7 @@
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -28,12 +28,13 @@ from drivetrain.core.precision import widened
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.core.state import KeptWatch, Shard, local_part
 from drivetrain.core.world import World
-from drivetrain.data.batch import MicroBatch
-from drivetrain.data.division import Position
+from drivetrain.data.batch import MicroBatch, leaves
+from drivetrain.data.division import Place, Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.loader import Loader
 from drivetrain.job import LossFunction
 from drivetrain.loop.bad_numbers import refuse_unmoved
+from drivetrain.loop.hook_calls import DataWatch
 from drivetrain.loop.trainer import COUNTED_STEPS, Begun, Trainer
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
@@ -101,8 +102,9 @@ class DrivenRun:
     def __init__(self, session: Session, stack: ExitStack, loss: LossFunction | None) -> None:
         opened = open_run(session, stack)
         parts, checkpoint, self.folder = opened.parts, opened.checkpoint, opened.folder
-        self._session, self._checkpointer, self._loader = session, opened.checkpointer, opened.loader
+        self._session, self._checkpointer, self.loader = session, opened.checkpointer, opened.loader
         self.parts, self.called_model = parts, opened.called_model
+        self.has_hooks = bool(session.job.hooks)
         self.resumed_from = resume(session, parts, checkpoint)
         self.steps = self.resumed_from  # optimizer steps done, over the whole life of the run
         self.last: StepRecord | None = None
@@ -146,7 +148,7 @@ class DrivenRun:
             parts.model,
             parts.optimizer,
             self.stepper,
-            self._loader,
+            self.loader,
             session.path,
             self._saver,
             self.recorder,
@@ -208,7 +210,7 @@ class DrivenRun:
         self._saver.finish()
         self._memory.close()
         job = self._session.job
-        is_done = self._loader.position.is_over(job.max_steps, job.epochs)
+        is_done = self.loader.position.is_over(job.max_steps, job.epochs)
         finished = is_done or bool(self.stopped_because) or self.trainer.ended_by_hook
         if finished:
             refuse_unmoved(self.steps, has_moved=self.trainer.has_moved)
@@ -287,7 +289,7 @@ class DrivenRun:
         The next forward may change buffers; it does not change weights.
         """
         self._versions = [buffer._version for buffer in self._buffers]
-        self._position = self._loader.position
+        self._position = self.loader.position
 
     def _state(self) -> tuple[list[Shard], dict[str, Any]]:
         self.parts.watch.check()
@@ -491,13 +493,15 @@ class LoopWatch:
 
     Args:
         run: What the loop goes through.
-        model: The run's own.
-        say: Prints a line.
+        driven: Its parts.
+        has_turns: Whether the loop gets each batch once for each of several turns.
     """
 
-    def __init__(self, run: object, model: nn.Module, say: Callable[[str], None]) -> None:
-        self._run, self._say, self._num_looks = run, say, 0
-        self._modules, self._others = KeptWatch(model), KeptWatch(model)
+    def __init__(self, run: object, driven: DrivenRun, *, has_turns: bool) -> None:
+        self._run, self._say, self._num_looks, self._has_turns = run, driven.recorder.say, 0, has_turns
+        self._modules, self._others = KeptWatch(driven.parts.model), KeptWatch(driven.parts.model)
+        sets_epoch = hasattr(driven.loader.source.dataset, "set_epoch")
+        self._data = None if sets_epoch or driven.has_hooks else DataWatch(driven.loader)
         self._carried_names: list[str] | None = None  # once the source of the loop was read
 
     def look(self) -> None:
@@ -521,9 +525,26 @@ class LoopWatch:
         if other_names:
             self._tell(
                 other_names,
-                "A tensor can be a buffer of the model (register_buffer), other state can be kept by a hook with "
-                "state_dict, and other data belongs into the data set",
+                "run.steps counts steps, a tensor can be a buffer of the model (register_buffer), other state can be "
+                "kept by a hook with state_dict, and other data belongs into the data set",
             )
+
+    @contextmanager
+    def around_body(self, place: Place, batch: Any) -> Iterator[None]:
+        """Look at what the loop does with its batch and with its data set; raise where that has no meaning."""
+        tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)] if self._has_turns else []
+        versions = [tensor._version for tensor in tensors]
+        # A curriculum is set in the first steps, or where epochs begin or end: looking takes as long as a small step.
+        is_time = place.ends_epoch or place.start == 0 or self._num_looks <= COUNTED_STEPS
+        attributes = self._data.attributes() if self._data is not None and is_time else {}
+        yield
+        if versions != [tensor._version for tensor in tensors]:
+            raise DrivetrainError(
+                "the loop has changed its batch in place, and gets the same batch in each turn",
+                remedy="compute a new tensor from it: x = x / 255, not x /= 255",
+            )
+        if attributes and self._data is not None and (words := self._data.judge(attributes, "the loop")):
+            self._say(f"  data       {words}")
 
     def _carried(self, frame: FrameType) -> dict[str, Any]:
         """Return what the variables hold that one step leaves for the loss of the next, as it can be compared."""

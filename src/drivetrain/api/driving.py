@@ -261,6 +261,7 @@ class Drive:
         self._plain, self._optimizer = parts.model, parts.optimizer
         trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
         self._gradients = GradientWatch(trained, session, self._driven.recorder.say)
+        self._watch = LoopWatch(self, driven, has_turns=self._turns is not None)
         self._shares_buffers = session.world.size > 1 and session.config.distributed.broadcast_buffers
         self._around_forward = around_forward(parts.given)
         self._apart = ExitStack()  # the contexts around the forward of a batch that does not count
@@ -271,9 +272,8 @@ class Drive:
         self._kept: list[MicroBatch] = []  # of a step with a closure
         self._rates: list[float] | None = None  # as the schedule set them
         self._logged: LoggedValues = {}  # with the current batch
-        self.finished = False
-        self._is_over = False  # the loop was left, at its end or before
-        self._is_replaced = False  # the same process opened the run once more
+        # `_is_over`: the loop was left, at its end or before; `_is_replaced`: the same process opened the run once more
+        self.finished = self._is_over = self._is_replaced = False
         self._stack = stack.pop_all()
         if driven.folder is not None:
             driven.folder.make_way = partial(_make_way, weakref.ref(self))
@@ -515,9 +515,8 @@ class Drive:
     def _handed_out(self) -> Iterator[Any]:
         if self._driven.stopped_because:
             return  # it was stopped early, and then killed before it was finished
-        watch = LoopWatch(self, self._plain, self._driven.recorder.say)
         for place, micro_batches in self._trainer.steps():
-            watch.look()
+            self._watch.look()
             self._check_rates()
             self._begun = self._trainer.begin(place)
             self._rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -544,7 +543,8 @@ class Drive:
             self._logged = {}
             collect_into(self._logged)
             self._enter_forward()
-            yield batch
+            with self._watch.around_body(place, batch):
+                yield batch
             self._check_body()
 
     def _check_body(self) -> None:

@@ -41,7 +41,7 @@ class RunLog(Protocol):
 
 
 class DataWatch:
-    """Finds hooks that change the data set, as a curriculum does: no checkpoint holds that, and workers have a copy."""
+    """Finds code that changes the data set, as a curriculum does: no checkpoint holds that, and workers have a copy."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader, self._dataset = loader, loader.source.dataset
@@ -54,14 +54,20 @@ class DataWatch:
         """
         return {} if self._is_told else dict(_settings_of(self._dataset, "", _DEPTH))
 
-    def judge(self, before: Mapping[str, Any], hook: Hook) -> str:
-        """Return what to say of the attributes that a hook changed; raise where the change has no effect."""
+    def judge(self, before: Mapping[str, Any], who: str, *, is_restored: bool = False) -> str:
+        """Return what to say of the attributes that a hook or a loop changed; raise where that has no effect.
+
+        Args:
+            before: The attributes as they were.
+            who: What changed them, in words.
+            is_restored: Whether it can take its state up again when a run is resumed.
+        """
         now = self.attributes()
         changed = [name for name, value in now.items() if name in before and before[name] != value == value]  # no nan
         if not changed:
             return ""
         self._is_told, loader = True, self._loader
-        what = f"{_name(hook)} has changed {', '.join(changed[:3])} of the data set"
+        what = f"{who} has changed {', '.join(changed[:3])} of the data set"
         if loader.num_workers or loader.resident is not None:
             held = "its items are read by worker processes, which have a copy of it"
             if loader.resident is not None:
@@ -71,22 +77,28 @@ class DataWatch:
                 remedy="--num-workers 0 --resident off reads items in the training process; or let the data set decide "
                 "by the epoch: its method set_epoch(epoch) is called wherever it is read",
             )
-        if isinstance(hook, ChecksFirst) or getattr(type(hook), "state_dict", None) is not Hook.state_dict:
-            return ""  # it can take its state up again
+        if is_restored:
+            return ""
         return (
-            f"{what}, and no checkpoint holds that: a resumed run differs until the hook sets it again. Let a hook "
-            "with state_dict and load_state_dict set it, or the data set itself, in set_epoch(epoch)"
+            f"{what}, and no checkpoint holds that: a resumed run differs until it is set again. Let a hook with "
+            "state_dict and load_state_dict set it, or the data set itself, in set_epoch(epoch)"
         )
 
 
 def _settings_of(thing: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
-    for name, value in getattr(thing, "__dict__", {}).items():
+    plain = (bool, int, float, str)
+    of_class = {name: value for name, value in vars(type(thing)).items() if isinstance(value, plain)}
+    for name, value in {**of_class, **getattr(thing, "__dict__", {})}.items():
         if name.startswith("_"):
             continue
-        if isinstance(value, (bool, int, float, str)):
+        if isinstance(value, plain):
             yield f"{prefix}{name}", value
         elif depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type)):
             yield from _settings_of(value, f"{prefix}{name}.", depth - 1)
+
+
+def _keeps_state(hook: Hook) -> bool:
+    return getattr(type(hook), "state_dict", None) is not Hook.state_dict
 
 
 def _name(hook: Hook) -> str:
@@ -174,7 +186,8 @@ class HookCalls:
                 verdicts.append(hook(context) or Verdict())
             if phase == "hooks":
                 self._look_at_state(hook)
-            if attributes and (words := self._data.judge(attributes, hook)):
+            is_restored = isinstance(hook, ChecksFirst) or _keeps_state(hook)
+            if attributes and (words := self._data.judge(attributes, _name(hook), is_restored=is_restored)):
                 self._recorder.event("data", notes=[words])
                 self._recorder.say(f"  data       {words}")
             if modes[0][1] and not self._model.training:  # the model itself is the first of its modules

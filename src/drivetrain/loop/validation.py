@@ -155,7 +155,7 @@ class Validator:
                 return failure
             except Exception as error:  # noqa: BLE001  (raised by the caller, on all ranks)
                 note_one_sample(error, self._num_samples)
-                error.add_note(f"drivetrain: {tried}, was tried before the first step")
+                error.add_note(f"drivetrain: {tried}, was tried before the first step, in evaluation mode")
                 return error
         return None
 
