@@ -5,8 +5,9 @@ The model of plan/forecast.py gets three things: the step of one process at the 
 it, and an all-reduce of two sizes between two processes. It then says what a step takes at half the batch, and on 2, 3
 and 4 processes; `dt.benchmark_performance` says what it took. Processes that have a core of their own are pinned to it.
 More processes than cores cannot show how a real machine of so many devices scales: they show that the cores are what is
-shared. Where it is allowed, the processes run in real time (SCHED_RR), so that other work on the machine waits. They
-keep free memory as processes do that `drivetrain` starts.
+shared. Where it is allowed, the processes run in real time (SCHED_RR), so that other work on the machine waits. Linux
+stops such processes for the last 50 ms of each second in which they did not rest (`sched_rt_runtime_us`): each
+measurement begins after a rest. They keep free memory as processes do that `drivetrain` starts.
 
 `python -m benchmarks forecast-guides`: the forecast for the jobs of the guides' tables, beside what these claim.
 """
@@ -31,6 +32,7 @@ from drivetrain.core.processes import MEMORY_KEPT
 from drivetrain.plan.forecast import Interconnect, Pace, StepCost, StepWork, step_time
 
 ROUNDS, STEPS = 3, 12
+REST_SECONDS = 1.0  # the period over which Linux counts what processes in real time may use: 0.95 s of each
 MOST_PROCESSES = 4
 MEGABYTE = 2**20
 LINK_BYTES = (64 * 1024, 16 * MEGABYTE)
@@ -61,6 +63,7 @@ def job_of(case: str, batch: int) -> dt.Job:
 
 def rank_main(rank: int, size: int, folder: Path, number: int) -> None:
     """Measure all cases as one of `size` processes; rank 0 writes what it found."""
+    measure_performance = dt.benchmark_performance  # loads what it needs, which takes longer than 0.95 s
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     cores = sorted(os.sched_getaffinity(0))
@@ -71,7 +74,8 @@ def rank_main(rank: int, size: int, folder: Path, number: int) -> None:
     for case in CASES:
         for batch in (BATCH, BATCH // 2, BATCH // 4) if size == 1 else (BATCH,):
             config = dt.configure(gpu_mode="cpu", num_workers=0, output_dir=folder / "runs", precision="fp32")
-            seconds = dt.benchmark_performance(job_of(case, batch), config, num_iterations=STEPS).step_seconds
+            time.sleep(REST_SECONDS)
+            seconds = measure_performance(job_of(case, batch), config, num_iterations=STEPS).step_seconds
             found[f"{case} {batch}"] = seconds
     if size == 2:
         found |= _links(rank, folder, number)
@@ -84,6 +88,7 @@ def _links(rank: int, folder: Path, number: int) -> dict[str, float]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     found = {}
     for size in LINK_BYTES:
+        time.sleep(REST_SECONDS)
         tensor, seconds = torch.zeros(size // 4), []
         for _ in range(15):
             dist.barrier()
