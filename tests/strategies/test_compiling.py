@@ -1,6 +1,8 @@
 """Compiling only some modules, and doing without a compiler that does not work."""
 
 import copy
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,30 @@ def test_in_a_run(tmp_path: Path) -> None:
     assert "graphs in mode default" in result.compilation
     with pytest.raises(ConfigError, match="add --compile"):
         dt.configure(compile_only="router")
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_a_smaller_last_step_runs_eagerly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The compiler would start anew for it: only in a job of many epochs, here three. Its losses are an eager run's."""
+    data = TensorDataset(torch.randn(20, 4, dtype=torch.float64), torch.randint(0, 2, (20,)))
+    ours = replace(job("odd"), model=lambda: Gated().double(), data=data, max_steps=9)
+    losses, graphs, told = [], [], []
+    for enough, compiles in ((10, True), (3, True), (10, False)):
+        torch.compiler.reset()
+        monkeypatch.setattr("drivetrain.run.assemble.ENOUGH_TO_COMPILE", enough)
+        before, folder = num_graphs(), tmp_path / f"{enough} {compiles}"
+        result = dt.train(ours, dt.configure(output_dir=folder, gpu_mode="cpu", report=False, compile=compiles))
+        graphs.append(num_graphs() - before)
+        losses.append([json.loads(line)["loss"] for line in (result.folder / "steps.jsonl").read_text().splitlines()])
+        told.append("the last step of each epoch has 4 samples: it runs eagerly" in capsys.readouterr().out)
+    eager_last, compiled_last, none = graphs
+    assert none == 0 < eager_last == compiled_last - 1
+    assert told == [True, False, False]
+    assert len(losses[0]) == 9
+    assert losses[0] == pytest.approx(losses[2], rel=1e-12)
+    assert losses[1] == pytest.approx(losses[2], rel=1e-12)
 
 
 @pytest.mark.usefixtures("no_kernels")

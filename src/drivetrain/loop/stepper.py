@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class Stepper:
         # To a GPU, the feed has told the wait for the data; since then it was the copy that had to be waited for.
         self._arrives = COPY if world.device.type == "cuda" else DATA
         self._before_micro_step = before_micro_step
+        # The sizes of micro-batches that compiled steps were compiled for; others run eagerly. None: any size.
+        self.compiled_sizes: Collection[int] | None = None
         self.keeps_batch = False  # whether the last batch will be asked for: only then it is not freed
         self._last_batch: Any = None
         # The losses of this rank's last micro-steps, each with its step, to tell whose was bad.
@@ -133,6 +135,13 @@ class Stepper:
 
     def forward_backward(self, batch: Any, place: Place, micro: MicroBatch) -> None:
         """Run forward and backward of one micro-batch; gradients add up."""
+        if self.compiled_sizes is None or micro.num_samples in self.compiled_sizes:
+            self._forward_backward(batch, place, micro)
+        else:  # the backward, too, which may run a forward again
+            with torch.compiler.set_stance("force_eager"):
+                self._forward_backward(batch, place, micro)
+
+    def _forward_backward(self, batch: Any, place: Place, micro: MicroBatch) -> None:
         strategy, clock = self._strategy, self.clock
         if micro.is_last:
             objective = self._objective(batch, micro.num_samples, place.num_samples, micro.weight)

@@ -5,7 +5,7 @@ is what is trained. The data is opened here too: how its steps are divided, its 
 validation set.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,10 +44,11 @@ from drivetrain.run.model_factory import Prepared, called_loss_of, couples_sampl
 from drivetrain.run.session import Session
 from drivetrain.strategies import Average, RunningMean, SingleStrategy, Strategy, StrategyParts, Trial, make_average
 from drivetrain.strategies.base import LossFunction, ObjectiveCall
+from drivetrain.strategies.compiling import varying_dims_of
 from drivetrain.strategies.loss_parts import LossParts, StepLog
 from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn
 
-ENOUGH_TO_COMPILE = 500  # full batches that a run validates: then it compiles their forward as well
+ENOUGH_TO_COMPILE = 500  # full batches that a run validates, or smaller last steps: then these are compiled as well
 TRIAL_PARTS = 8  # of a micro-batch: one of them is enough to try a model on
 
 
@@ -541,4 +542,28 @@ def make_stepper(
     )
     if loader is not None and parts.given.loss_parts.can_count_ahead:
         loader.count_ahead = parts.given.loss_parts.count_ahead
+    if loader is not None:
+        stepper.compiled_sizes = _compiled_sizes(run, loader)
     return stepper
+
+
+def _compiled_sizes(run: Session, loader: Loader) -> Collection[int] | None:
+    """Return the sizes of micro-batches to compile steps for; None: whatever comes.
+
+    For the smaller last step of an epoch, the compiler would start anew and take as long as before the first step: it
+    runs eagerly, unless a job has very many epochs. By the job alone, see `_pays`.
+    """
+    job, division = run.job, loader.division
+    varies = division.batch_sizes or not loader.source.is_keyed or bool(job.turns)
+    # On a GPU, where it would be left out of capturing as well, it has not been measured.
+    if run.way.compile_mode is None or run.world.device.type != "cpu" or varies or varying_dims_of(job.loss_function):
+        return None
+    first, last = division.place(0), division.place(division.steps_per_epoch - 1)
+    sizes, of_last = (
+        {part.num_samples for part in division.micro_steps(place, loader.rank)} for place in (first, last)
+    )
+    if of_last <= sizes or (job.num_steps or 0) >= ENOUGH_TO_COMPILE * division.steps_per_epoch:
+        return None
+    samples = format_count(last.num_samples, "sample")
+    loader.notes.append(f"the last step of each epoch has {samples}: it runs eagerly, to compile for it would not pay")
+    return sizes
