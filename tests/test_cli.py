@@ -17,6 +17,7 @@ from drivetrain.cli import COMMANDS, FirstLine, flag_parser, main
 from drivetrain.commands.command import options_of
 from drivetrain.commands.training import LaunchCommandOptions
 from drivetrain.config import Resolved, settings
+from drivetrain.config.flags import unread_flags
 
 TRAIN_FLAGS = flag_parser("train", COMMANDS["train"].load()).flags
 
@@ -284,6 +285,22 @@ def test_flags_of_ours_after_the_script_are_named(tmp_path: Path) -> None:
         f"drivetrain takes --parallel-strategy in `drivetrain train {script} …`"
     )
     assert "--no-compile" in notice("--no-compile")
+    assert notice("--nproc_per_node", "2").endswith(
+        f"drivetrain takes --num-processes (for --nproc_per_node) before {script}"
+    )
+
+
+def test_flags_of_ours_that_a_plain_script_does_not_read_are_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("dt.train(job)\n")
+    words = ["--batch-size", "16", "--momentum=0.9", "--epochs=3"]
+    assert unread_flags(script, words) == (
+        "train.py does not read --batch-size and --epochs, and so nothing obeys it; "
+        "`drivetrain train train.py --batch-size …` does"
+    )
+    assert unread_flags(script, ["--momentum", "1", "epochs"]) == ""
+    script.write_text("import sys\nprint(sys.argv)\n")
+    assert unread_flags(script, words) == ""
 
 
 def test_the_notice_of_such_flags_is_one_line_and_no_error(capsys, tmp_path: Path, monkeypatch) -> None:

@@ -22,6 +22,7 @@ from drivetrain.config.settings import (
     Given,
     Setting,
     normal,
+    other_names,
     remedy_for_unknown,
     settings_of,
 )
@@ -402,9 +403,21 @@ class FlagParser:
             hints.append(f"before {script}, {format_list(ours)} would be drivetrain's")
         if others:
             hints.append(f"drivetrain takes {format_list(others)} in `drivetrain train {script} …`")
+        # As torchrun calls the number of processes: nothing in a script would read it.
+        foreign = {word: f"--{meant}" for word in flags if (meant := self._meant_by(word))}
+        if foreign:
+            renamed = [f"{name} (for {word})" for word, name in foreign.items()]
+            hints.append(f"drivetrain takes {format_list(renamed)} before {script}")
         if not hints:
             return ""
-        return f"given to {script}, as all that follows it: {format_list(ours + others)}; {'; '.join(hints)}"
+        given = format_list([*ours, *others, *foreign])
+        return f"given to {script}, as all that follows it: {given}; {'; '.join(hints)}"
+
+    def _meant_by(self, word: str) -> str:
+        """Return the flag that another trainer's name stands for, if the command has it; else nothing."""
+        key = normal(word)
+        known = [name for name in other_names(key) if name in self._known]
+        return "" if self._is_known(key) or _elsewhere(key) is not None or not known else known[0]
 
     def _is_known(self, key: str) -> bool:
         negated = self._known.get(key.removeprefix("no-")) if key.startswith("no-") else None
@@ -446,6 +459,25 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+_READERS = ("argv", "parse", "click", "typer", "fire", "hydra", "tyro", "absl", "docopt")
+
+
+def unread_flags(script: Path, words: Sequence[str]) -> str:
+    """Return one line where a script was started with flags of drivetrain and reads no flags at all."""
+    spelled = [word.partition("=")[0] for word in words]
+    ours = [word for word in dict.fromkeys(spelled) if word.startswith("--") and _elsewhere(normal(word)) is not None]
+    try:
+        text = script.read_text(encoding="utf-8") if ours else ""
+    except (OSError, ValueError):
+        return ""
+    if not ours or any(reader in text for reader in _READERS):
+        return ""
+    return (
+        f"{script.name} does not read {format_list(ours)}, and so nothing obeys it; `drivetrain train {script.name} "
+        f"{ours[0]} …` does"
+    )
 
 
 def flags_in(script: Path) -> frozenset[str]:

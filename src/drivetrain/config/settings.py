@@ -338,6 +338,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return by_normal[close[0]] if close else None
 
 
+def other_names(name: str) -> tuple[str, ...]:
+    """Return the flags that another trainer's name of a setting may stand for."""
+    return _OTHER_NAMES.get(normal(name), ())
+
+
 def remedy_for_unknown(name: str, known: Collection[str], spelled: Callable[[str, str], str]) -> str | None:
     """Return what to do about a name that is none of the known ones; None if it resembles none.
 
@@ -348,8 +353,8 @@ def remedy_for_unknown(name: str, known: Collection[str], spelled: Callable[[str
     """
     if normal(name) in _NOT_NEEDED:
         return _NOT_NEEDED[normal(name)]
-    others = _OTHER_NAMES.get(normal(name))
-    meant = nearest(name, known) if others is None else next((it for it in others if it.split()[0] in known), None)
+    others = other_names(name)
+    meant = nearest(name, known) if not others else next((it for it in others if it.split()[0] in known), None)
     if meant is None:
         return None
     setting, _, value = meant.partition(" ")

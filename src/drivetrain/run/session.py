@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from torch import nn
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
+from drivetrain.config.flags import unread_flags
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import ProcessPlace, is_restart, supervision
 from drivetrain.core.log import notice, redacted_words
@@ -97,6 +99,15 @@ def target_of_run() -> str:
     """Return the source of the job: what the command line named, or the script that is running; empty in a notebook."""
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
     return _target.get() or (str(Path(script).absolute()) if script.endswith(".py") else "")
+
+
+def _unread_flags() -> str:
+    """Return one line where `python SCRIPT` was given flags of drivetrain; `drivetrain launch` tells of them itself."""
+    script = target_of_run()
+    is_plain = not _target.get() and "DRIVETRAIN_LAUNCHED" not in os.environ
+    if not is_plain or not script or num_trained() != 1 or str(Path(sys.argv[0]).absolute()) != script:
+        return ""
+    return unread_flags(Path(script), sys.argv[1:])
 
 
 def target_to_rerun() -> str:
@@ -248,6 +259,7 @@ class Session:
         try:
             quiet = quiet or config.watch.quiet or not world.is_main
             notes.append(unused_gpus(place, devices, config.distributed.strategy, target_of_run()))
+            notes.append(_unread_flags())
             for note in filter(None, () if quiet else notes):
                 notice(note)
             session = cls(job, config, hardware, world, devices, quiet=quiet)
