@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contest import Circumstances, Competitor, as_json
+from drivetrain.core.processes import die_with_parent
 
 
 def main(task: dict[str, Any]) -> None:
@@ -55,4 +56,5 @@ def as_torch_starts() -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent()  # it would be in the way of whatever is measured next
     main(json.loads(sys.argv[1]))

@@ -90,8 +90,8 @@ REASONS = {
     "kill": "the start is part of it, see above, and so are the steps that were lost",
 }
 ON_A_GPU = {
-    "speed": "the plan chose to compile block by block for a job of 4,000 steps, since it is quicker to compile: "
-    "34.8 ms a step captured; the tuned loop is compiled whole, with its loss: 33.4 ms",
+    "speed": "for a job of 4,000 steps the plan compiles the blocks and what is around them, which is done sooner: "
+    "34.2 ms a step captured; the tuned loop is compiled whole, with its loss: 33.4 ms",
     "start": "a plan is searched, with nine trials and the model compiled in two ways, which pays in the steps that "
     "follow; the plain loop does not compile",
     "memory": "a second copy of weights and moments stays on the GPU, so that a save does not stop training, and "
