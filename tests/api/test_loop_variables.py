@@ -84,6 +84,12 @@ CARRIED["i"] = """
         run.backward(reversed_gradient(model(inputs), strength).mean())
         run.step()
     """
+CARRIED["env"] = """
+    for number in run:
+        loss = play(model, env)
+        run.backward(loss)
+        run.step()
+    """
 NOT_CARRIED = {
     "a counter for the log": """
         for i, batch in enumerate(run):
@@ -137,7 +143,7 @@ NOT_CARRIED = {
         for epoch in range(3):
             hidden = step(hidden)
         for batch in run:
-            run.backward(model(batch, hidden))
+            run.backward(model(batch) + hidden)
         """,
 }
 

@@ -77,11 +77,12 @@ def _stored(node: ast.AST) -> set[str]:
 
 
 def _may_change(statement: ast.AST) -> Iterator[str]:
-    """Yield the names that a statement changes, and those whose methods it calls."""
+    """Yield the names that a statement changes, those whose methods it calls, and those that it gives to functions."""
     yield from _changed(statement)
     for node in ast.walk(statement):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            yield from _root(node.func)
+        if isinstance(node, ast.Call):
+            yield from _root(node.func) if isinstance(node.func, ast.Attribute) else ()
+            yield from (argument.id for argument in node.args if isinstance(argument, ast.Name))
 
 
 def _changed(statement: ast.AST) -> Iterator[str]:
