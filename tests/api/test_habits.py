@@ -865,3 +865,25 @@ def turned(folder: Path, model: nn.Module, optimizers: Any, data: Any) -> None:
         inputs.div_(255)
         run.backward(cross_entropy(model, (inputs, labels)))
         run.step()
+
+
+@pytest.mark.parametrize("kind", ["ignored", "weighted", "plain", "norm"])
+def test_a_loop_whose_divided_steps_are_not_the_whole_ones_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    labels = LABELS.clone()
+    labels[[2, 9]] = -100 if kind == "ignored" else 0
+    weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) if kind == "weighted" else None
+    expected = {"ignored": "labels that are not ignored", "weighted": "class weights", "norm": "batch normalization"}
+    for size, is_told in ((4, kind in expected), (8, False)):
+        model = make_model() if kind != "norm" else nn.Sequential(nn.BatchNorm1d(5), make_model()).double()
+        config = configure(output_dir=tmp_path / str(size), device="cpu", num_workers=0, batch_size=size)
+        data = TensorDataset(INPUTS[:16], labels[:16])
+        run = dt.drive(model, sgd(model.parameters()), data, global_batch=8, epochs=1, shuffle=False, config=config)
+        for inputs, targets in run:
+            loss = functional.cross_entropy(model(inputs), targets, weight)
+            run.backward(loss + 0.1 * model(inputs).square().mean())
+            run.step()
+        told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  loss ")]
+        assert len(told) == is_told
+        assert expected.get(kind, "") in "".join(told) or not is_told

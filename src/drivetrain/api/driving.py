@@ -260,7 +260,7 @@ class Drive:
         self.model: Any = parts.model if driven.called_model is None else driven.called_model
         self._plain, self._optimizer = parts.model, parts.optimizer
         trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
-        self._gradients = GradientWatch(trained, session, self._driven.recorder.say)
+        self._gradients = GradientWatch(trained, parts.model, session, driven.recorder.say)
         self._watch = LoopWatch(self, driven, has_turns=self._turns is not None)
         self._shares_buffers = session.world.size > 1 and session.config.distributed.broadcast_buffers
         self._around_forward = around_forward(parts.given)

@@ -196,8 +196,8 @@ def not_finite(
 def _nothing_learned(what: str, batches: str) -> DrivetrainError:
     return DrivetrainError(
         f"{what}: before anything was learned, so the data or the first weights are to blame",
-        remedy=f"look for nan or infinite values in the {batches}, and for a log or a division by zero in the loss; "
-        "--precision fp32 rules out an overflow",
+        remedy=f"look for nan or infinite values in the {batches}, and for a log, a division by zero or a mean over no "
+        "labels in the loss; --precision fp32 rules out an overflow",
     )
 
 

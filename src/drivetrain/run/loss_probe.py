@@ -231,6 +231,7 @@ def _seed(device: torch.device) -> None:
         torch.cuda.default_generators[device.index].manual_seed(0)
 
 
+_NODES_LOOKED_AT = 64  # of a loss, from its end
 _LINEAR = {"AddBackward0", "SubBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0"}
 
 
@@ -256,6 +257,24 @@ def looks_like_a_sum(loss: Tensor, num_samples: int) -> bool:
             return False  # what it is multiplied by makes it a mean
         has_sum = True
     return has_sum
+
+
+def leaves_labels_out(loss: Tensor) -> bool:
+    """Return whether a mean near the end of a loss is a cross-entropy over some of its labels, or over their weights.
+
+    The others are those that `ignore_index` marks. The host waits for the device.
+    """
+    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
+    for _ in range(_NODES_LOOKED_AT):
+        if not nodes:
+            return False
+        node = nodes.pop(0)
+        if node.name().startswith("NllLoss") and getattr(node, "_saved_reduction", 0) == 1:
+            if float(node._saved_total_weight) != node._saved_target.numel():  # type: ignore[attr-defined]
+                return True
+            continue
+        nodes += [other for other, _ in node.next_functions if other is not None]
+    return False
 
 
 def leaves_of(results: Sequence[Tensor]) -> list[Tensor]:
