@@ -145,6 +145,20 @@ def test_what_is_on_the_page(tmp_path: Path) -> None:
     assert not re.search(r'(src|href)="(?!data:|\./)', text), "nothing is fetched from anywhere"
 
 
+def test_memory_is_that_of_the_device_or_of_the_process(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    rows = [{"step": number, "device": "cpu", "process_memory_gib": gib} for number, gib in enumerate((0.5, 1.25, 0.75))]
+        {"step": step, "device": "cpu", "process_memory_gib": gib} for step, gib in ((1, 0.5), (2, 1.25), (3, 0.75))
+    ]
+    (folder / "gpu.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert "<dt>memory</dt><dd>1.25 GiB</dd>" in made_page(folder)
+    with (folder / "gpu.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "device": "gpu0", "memory_peak_gib": 40.0}) + "\n")
+    text = made_page(folder)
+    assert "<dt>peak memory</dt><dd>40.00 GiB</dd>" in text
+    assert "<dt>memory</dt>" not in text
+
+
 def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     rows = [change(json.loads(line)) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -184,6 +184,8 @@ def _headline(data: RunData) -> Iterator[tuple[str, str, str]]:
     peak = data.peak_memory_gib
     if peak is not None:
         yield "peak memory", f"{peak:.2f} GiB", "allocated on the device"
+    elif (held := data.process_memory_gib) is not None:
+        yield "memory", f"{held:.2f} GiB", "the most that the process was seen to hold"
     findings = data.event("verdict").get("findings") or []
     if findings:
         yield "bottleneck", str(findings[0]["kind"]), str(findings[0]["words"])

@@ -186,6 +186,11 @@ class RunData:
         return max((row["memory_peak_gib"] for row in self.devices if "memory_peak_gib" in row), default=None)
 
     @property
+    def process_memory_gib(self) -> float | None:
+        """The most that the main process was seen to hold, now and then; None where nothing was measured."""
+        return max((row["process_memory_gib"] for row in self.devices if "process_memory_gib" in row), default=None)
+
+    @property
     def set_losses(self) -> list[str]:
         """The losses over validation sets that have names, and other metrics called a loss: `valid_NAME_loss`."""
         found = [name for name in self.metric_names if name.startswith("valid_") and name.endswith("_loss")]
