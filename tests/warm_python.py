@@ -31,7 +31,7 @@ warm_context.set_forkserver_preload(["tests.preloaded"])
 
 def server_address() -> str:
     """Where the server listens, which is started if it does not run."""
-    forkserver.ensure_running()
+    forkserver._forkserver.ensure_running()  # type: ignore[attr-defined]
     address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
     assert isinstance(address, str)
     return address

@@ -124,6 +124,7 @@ def test_equals_the_plain_loop_on_several_ranks(
     assert_same(rows, plain_values())
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_compiled_in_one_graph_without_recompiling(tmp_path: Path) -> None:
     """The values are outputs of the compiled function: no graph break, and nothing recompiles step by step."""
     torch._dynamo.reset()

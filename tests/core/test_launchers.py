@@ -1,8 +1,6 @@
 """Every launcher's environment, as it was seen or as its source sets it, and what is read from it."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from drivetrain.core.launchers import ProcessPlace, find_place, first_host, with
 from drivetrain.core.world import World, choose_backend
 from drivetrain.launch.layout import LaunchOptions
 from drivetrain.launch.start import by_environment
+from tests import warm_python
 
 MAIN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 STANDARD = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MAIN}
@@ -178,9 +177,9 @@ def test_torchrun_itself(tmp_path: Path) -> None:
         "place = find_place()\n"
         "print(f'{place.launcher} {place.rank} of {place.size}, {place.local_rank} of {place.local_size}\\n', end='')\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environ)
+    done = warm_python.run(words, env=environ)
     assert sorted(done.stdout.splitlines()) == ["torchrun 0 of 2, 0 of 2", "torchrun 1 of 2, 1 of 2"], done.stderr
 
 

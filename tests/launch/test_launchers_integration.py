@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm_executable
+
 SCRIPT = """
 import sys, torch
 import drivetrain as dt
@@ -30,15 +32,15 @@ def tool(name: str) -> str | None:
     return str(beside) if beside.exists() else shutil.which(name)
 
 
-def command(launcher: str) -> list[str]:
+def command(launcher: str, python: Path) -> list[str]:
     found = tool(launcher) or launcher
     return {
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        "torchrun": [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
         # `--cpu --num_processes 2` starts one process; this starts two, and the script itself asks for the CPU.
         "accelerate": [found, "launch", "--num_processes", "2", "--num_machines", "1", "--mixed_precision",
                        "no", "--dynamo_backend", "no", "--main_process_port", "0", "--multi_gpu"],
         "deepspeed": [found, "--num_accelerators", "2", "--master_port", "29631"],
-        "mpirun": [found, "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable],
+        "mpirun": [found, "--allow-run-as-root", "--oversubscribe", "-np", "2", str(python)],
     }[launcher]  # fmt: skip
 
 
@@ -53,7 +55,9 @@ def trained(launcher: str, folder: Path) -> tuple[list[float], int]:
     environ = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}
     beside = str(Path(sys.executable).parent)
     environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": f"{beside}:{os.environ['PATH']}"}
-    words = [*command(launcher), str(script), str(folder / "runs")]
+    python = warm_executable.made_in(folder)
+    environ["PYTHON_EXEC"] = str(python)  # what torchrun starts
+    words = [*command(launcher, python), str(script), str(folder / "runs")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, env=environ, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return what_was_learnt(folder / "runs" / "mine")

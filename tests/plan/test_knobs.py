@@ -1,17 +1,15 @@
 """The table of planned choices: complete, and all that a new choice has to be added to, besides its setting."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent, indent
 
 from drivetrain.config import Config
 from drivetrain.config.settings import BY_DOTTED
 from drivetrain.plan.knobs import KNOBS, StepWay, pinned_fields
+from tests import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,6 +17,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, sys
 from pathlib import Path
+
+for name in [name for name in sys.modules if name.split(".")[0] == "drivetrain"]:
+    del sys.modules[name]
+sys.path.insert(0, str(Path("src").absolute()))  # the copy
 import torch, yaml
 from drivetrain import Job, configure, train
 from drivetrain.plan.tune import Measurement
@@ -29,7 +31,7 @@ planner.LEAST_STEPS, planner.LEAST_JOB_SECONDS = 1, 0.0
 StepProbe.__call__ = lambda self, way, seconds, **how: Measurement(sample_seconds=1.0 if way.flush_denormal else 2.0)
 folder = Path(sys.argv[1])
 
-def run(name, steps=400, fails=False, **settings):
+def run(name, steps=40, fails=False, **settings):
     calls = [0]
 
     def loss(model, batch):
@@ -52,7 +54,7 @@ def run(name, steps=400, fails=False, **settings):
     train(job, configure(output_dir=folder, **fixed, **settings), quiet=True)
     return yaml.safe_load((folder / name / "plan.yaml").read_text())
 
-found = {"free": run("free"), "pinned": run("pinned", flush_denormal="off")}
+found = {"free": run("free", steps=400), "pinned": run("pinned", flush_denormal="off")}
 found["planned"] = run("planned", plan=folder / "free" / "plan.yaml")
 try:
     run("resumed", flush_denormal="off", fails=True)
@@ -81,9 +83,7 @@ def test_a_knob_is_a_row_and_a_setting(tmp_path: Path) -> None:
     _insert(package / "config" / "schema.py", "    cudnn_benchmark: Annotated", setting)
     _insert(package / "plan" / "knobs.py", "\n    def __str__(self)", field)
     _insert(package / "plan" / "knobs.py", ")\nBY_FIELD", f"{row.rstrip()},\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "DRIVETRAIN_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "runs")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    done = warm_python.run(["-c", SCRIPT, str(tmp_path / "runs")], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found, manifest = json.loads(done.stdout.splitlines()[-1])
 

@@ -25,7 +25,8 @@ def train(folder: Path, *flags: str) -> int:
 
 
 def test_returns_rise_in_context_on_goals_it_never_saw(tmp_path: Path, monkeypatch) -> None:
-    tiny = replace(recipe.SIZES["small"], num_learners=4, max_steps=120, learning_rate=5e-3, episodes=48, walkers=6)
+    tiny = replace(recipe.SIZES["small"], num_learners=4, max_steps=150, learning_rate=4e-3, batch=24)
+    tiny = replace(tiny, episodes=48, walkers=6)
     monkeypatch.setitem(recipe.SIZES, "small", tiny)
     assert train(tmp_path) == 0
     run = tmp_path / "darkroom"
