@@ -18,7 +18,7 @@ from tests.gloo_pool import GlooPool
 
 # 4 steps per epoch, the last of them ragged (12 samples); saved every 3 steps; dropout, noise in every item.
 BASE = Variant(
-    "mlp", torch.float32, global_batch=16, steps=14, dropout=0.3, noisy_items=True, num_samples=60, save_every=3
+    "mlp", torch.float32, global_batch=16, steps=10, dropout=0.3, noisy_items=True, num_samples=60, save_every=3
 )
 MICRO_BATCH = 2  # several micro-steps per step in every world
 
@@ -102,9 +102,8 @@ def whole(gloo_pool: GlooPool, tmp_path_factory: pytest.TempPathFactory) -> Call
     [
         (1, 0),
         (1, 2),
-        (2, 0),
-        (4, 2),
-        *(pytest.param(*both, marks=pytest.mark.soak) for both in ((2, 2), (3, 0), (3, 2), (4, 0))),
+        (2, 2),
+        *(pytest.param(*both, marks=pytest.mark.soak) for both in ((2, 0), (3, 0), (3, 2), (4, 0), (4, 2))),
     ],
 )
 def test_bit_identical_after_every_kind_of_stop(
@@ -124,7 +123,7 @@ def test_bit_identical_after_every_kind_of_stop(
     assert_identical(mended, whole(world))
 
 
-@pytest.mark.parametrize("step", range(0, 14, 3))
+@pytest.mark.parametrize("step", range(0, 10, 3))
 def test_a_stop_in_any_step(whole: Callable[[int], Trained], tmp_path: Path, step: int) -> None:
     assert run_until_crash(str(tmp_path / "broken"), BASE, 0, call_in(step, 1, 1))
     mended = run(str(tmp_path / "broken"), BASE, MICRO_BATCH)

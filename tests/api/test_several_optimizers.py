@@ -15,7 +15,7 @@ import drivetrain as dt
 from tests.core.test_muon import PlainMuon
 from tests.gloo_pool import GlooPool
 
-NUM_STEPS, GLOBAL_BATCH = 9, 14
+NUM_STEPS, GLOBAL_BATCH = 6, 14
 WIDTH = 6
 
 
@@ -291,7 +291,7 @@ def stop_at_5(context: dt.StepContext) -> None:
 
 
 def noisy_job(folder: str, **changes: Any) -> dt.Job:
-    """Both turns draw at random; a moving average follows; a checkpoint after steps 3, 6 and 9."""
+    """Both turns draw at random; a moving average follows; a checkpoint after steps 3 and 6."""
     loss = {"d": noisy_loss_d, "g": noisy_loss_g}
     return gan_job(folder, loss=loss, ema=0.9, checkpoint_every=3, shuffle=True, **changes)
 
@@ -380,6 +380,7 @@ def test_validation_and_a_plateau_for_one_of_them(tmp_path: Path) -> None:
         str(tmp_path),
         valid=held_out,
         valid_every=3,
+        max_steps=9,
         optimizer={"d": replace(DISC, schedule=plateau), "g": replace(GEN, schedule=None)},
         best=dt.Aim("valid_loss_g"),
     )
