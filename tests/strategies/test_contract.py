@@ -101,7 +101,7 @@ def test_it_is_the_plain_loop(gloo_pool: GlooPool, tmp_path: Path, settings: dic
     name = settings["parallel_strategy"]
     if strategy_facts(name).shares_experts:
         pytest.skip("its plain loop is in test_expert_parallel.py: it needs a mixture")
-    variant = Variant(kind, dtype_of(name), global_batch=15, num_samples=46, steps=8)
+    variant = Variant(kind, dtype_of(name), global_batch=15, num_samples=46, steps=6)
     arguments = (str(tmp_path / "run"), settings, variant, False, 0)
     trained = gloo_pool.run(train_with, *arguments, world=worlds_of(name)[0])[0]
     of_losses, of_weights = difference(trained, *plain_loop(variant))
@@ -116,7 +116,7 @@ def test_stop_and_go_on(gloo_pool: GlooPool, tmp_path: Path, settings: dict[str,
     """In the same world every bit is the same; in another one, to rounding."""
     name = settings["parallel_strategy"]
     world, other = worlds_of(name)
-    variant = Variant("mlp", dtype_of(name), global_batch=16, num_samples=64, steps=8, save_every=3)
+    variant = Variant("mlp", dtype_of(name), global_batch=16, num_samples=64, steps=6, save_every=3)
 
     def train(folder: str, world: int, at_call: int = 0) -> Trained | None:
         found: Trained | None = gloo_pool.run(
@@ -126,7 +126,7 @@ def test_stop_and_go_on(gloo_pool: GlooPool, tmp_path: Path, settings: dict[str,
 
     calls = 16 // world // MICRO_BATCH * (2 if strategy_facts(name).devices == "several" else 1)  # one per copy
     whole = train("whole", world)
-    assert train("same", world, 1 + 5 * calls + 1) is None, "it crashed in the sixth step"
+    assert train("same", world, 1 + 4 * calls + 1) is None, "it crashed in the fifth step"
     shutil.copytree(tmp_path / "same", tmp_path / "moved")
     same = train("same", world)
     assert whole is not None

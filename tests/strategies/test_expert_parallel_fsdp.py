@@ -206,9 +206,11 @@ def test_bf16_against_ddp(gloo_pool: GlooPool, tmp_path: Path) -> None:
 # Checkpoints
 
 
-def go_on(folder: str, micro_batch: int, settings: Any, crash_at_call: int, dtype: torch.dtype) -> Trained | None:
+def go_on(
+    folder: str, micro_batch: int, settings: Any, crash_at_call: int, dtype: torch.dtype, steps: int = 12
+) -> Trained | None:
     wanted = Mixture(num_experts=5, num_slots=7, dtype=dtype)
-    variant = Variant(dtype=dtype, steps=12, global_batch=30, num_samples=100, save_every=3)
+    variant = Variant(dtype=dtype, steps=steps, global_batch=30, num_samples=100, save_every=3)
     changes = {"ema": 0.9, "valid": Vectors(Variant(dtype=dtype, num_samples=23)), "valid_every": 5}
     return run_mixture(folder, variant, wanted, micro_batch, settings, crash_at_call, changes)
 
@@ -216,10 +218,10 @@ def go_on(folder: str, micro_batch: int, settings: Any, crash_at_call: int, dtyp
 def test_in_the_same_world_a_resumed_run_has_the_same_bits(gloo_pool: GlooPool, tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("whole", "parts")]
     given = {"world": 3, **LIMIT}
-    whole = gloo_pool.run(go_on, folders[0], 5, SHARDED, 0, torch.float32, **given)[0]
-    assert gloo_pool.run(go_on, folders[1], 5, SHARDED, 17, torch.float32, **given)[0] is None
-    resumed = gloo_pool.run(go_on, folders[1], 5, SHARDED, 0, torch.float32, **given)[0]
-    assert resumed.resumed_from == 6
+    whole = gloo_pool.run(go_on, folders[0], 5, SHARDED, 0, torch.float32, 7, **given)[0]
+    assert gloo_pool.run(go_on, folders[1], 5, SHARDED, 10, torch.float32, 7, **given)[0] is None
+    resumed = gloo_pool.run(go_on, folders[1], 5, SHARDED, 0, torch.float32, 7, **given)[0]
+    assert resumed.resumed_from == 3
     assert resumed.rows == whole.rows
     ours, theirs = resumed.weights | resumed.state, whole.weights | whole.state
     assert ours.keys() == theirs.keys()

@@ -39,7 +39,7 @@ WORLDS = [case for case in CASES if case not in ("1 process 32×1", "2 processes
 )
 def test_float64_equals_the_plain_loop(gloo_pool: GlooPool, tmp_path: Path, kind: str, case: str) -> None:
     world, global_batch, micro_batch, num_samples = CASES[case]
-    variant = Variant(kind, torch.float64, global_batch, num_samples=num_samples, steps=7)  # 5 an epoch
+    variant = Variant(kind, torch.float64, global_batch, num_samples=num_samples, steps=6)  # 5 an epoch
     trained = gloo_pool.run(fsdp_runs.run_with, str(tmp_path), "fsdp", variant, micro_batch, world=world)[0]
     of_losses, of_weights = difference(trained, *plain_loop(variant))
     assert of_losses < 1e-10
@@ -50,13 +50,13 @@ def test_float64_equals_the_plain_loop(gloo_pool: GlooPool, tmp_path: Path, kind
     "settings", [{"fsdp_accumulate": "shards"}, {"fsdp_offload": True}, {"activations": "offload"}]
 )
 def test_where_things_are_kept_changes_nothing(gloo_pool: GlooPool, tmp_path: Path, settings: dict[str, Any]) -> None:
-    variant = Variant("transformer", torch.float64, 12, num_samples=60, steps=7)
+    variant = Variant("transformer", torch.float64, 12, num_samples=60, steps=4)
     trained = gloo_pool.run(fsdp_runs.run_with, str(tmp_path), "fsdp", variant, 2, settings, world=2)[0]
     of_losses, of_weights = difference(trained, *plain_loop(variant))
     assert max(of_losses, of_weights) < 1e-10
 
 
-DEEP = Variant("transformer", torch.float64, 12, num_samples=60, steps=6, num_layers=5)
+DEEP = Variant("transformer", torch.float64, 12, num_samples=60, steps=4, num_layers=5)
 GATHERED = {
     "kept after forward": {"fsdp_reshard": "off"},
     "two at once": {"fsdp_unit_blocks": 2},
@@ -101,7 +101,7 @@ def test_weights_are_gathered_as_asked(gloo_pool: GlooPool) -> None:
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_choices_are_measured_and_kept(gloo_pool: GlooPool, tmp_path: Path, world: int) -> None:
     """A run whose choices were measured, and that was stopped, goes on with them: to the results of a plain loop."""
-    variant, folder = replace(DEEP, save_every=2, num_layers=3), str(tmp_path / "broken")
+    variant, folder = replace(DEEP, steps=6, save_every=2, num_layers=3), str(tmp_path / "broken")
     at_call = 7 if world > 1 else 4  # after a checkpoint
     plan, _ = gloo_pool.run(fsdp_runs.plan_and_train, folder, variant, at_call, world=world)[0]
     again, mended = gloo_pool.run(fsdp_runs.plan_and_train, folder, variant, world=world)[0]
