@@ -336,7 +336,7 @@ def test_a_validation_does_not_disturb_training(tmp_path: Path) -> None:
             epochs.append((going.epoch, going.steps))
     assert whole is not None
     assert_identical(read(going.folder), whole)
-    assert epochs == [(0, 4), (1, 8), (2, 12)]
+    assert epochs == [(0, 4), (1, 8)]
 
 
 def test_what_a_loop_can_ask(tmp_path: Path) -> None:
@@ -862,7 +862,7 @@ class Counting:
 
 
 def test_hooks_are_called_and_go_on(tmp_path: Path) -> None:
-    for first, last, calls in ((0, 5, 2), (5, 14, 7)):
+    for first, last, calls in ((0, 5, 2), (5, 10, 5)):
         hook = Counting()
         going = start(str(tmp_path), BASE, 16, hooks=[hook])
         assert going.resumed_from == first

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class Announce:
 def train(folder: str, kind: str = "trained") -> None:
     """`frozen`: most weights are, and are stored apart from the checkpoints."""
     changes = {"model": Adapted} if kind == "frozen" else {}
-    run(folder, BASE, MICRO_BATCH, num_workers=1, hooks=[Announce()], checkpoint_every=2, **changes)
+    run(folder, replace(BASE, steps=14), MICRO_BATCH, num_workers=1, hooks=[Announce()], checkpoint_every=2, **changes)
 
 
 def start(folder: Path, kind: str) -> warm_python.WarmProcess:

@@ -136,7 +136,7 @@ def run_by_time(folder: str, strategy: str, seconds: float | None) -> Trained | 
     settings: dict[str, Any] = {"parallel_strategy": strategy}
     if seconds is not None:
         settings["checkpoint_seconds"] = seconds
-    return run(folder, replace(BASE, steps=40), MICRO_BATCH, settings=settings, checkpoint_every=None)
+    return run(folder, replace(BASE, steps=20), MICRO_BATCH, settings=settings, checkpoint_every=None)
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
@@ -144,7 +144,7 @@ def test_saves_by_the_clock_change_nothing(gloo_pool: GlooPool, tmp_path: Path, 
     often = gloo_pool.run(run_by_time, str(tmp_path / "often"), strategy, 1e-3, world=world)[0]
     never = gloo_pool.run(run_by_time, str(tmp_path / "never"), strategy, 1e6, world=world)[0]
     assert_identical(often, never)
-    assert [event["step"] for event in events(tmp_path / "never", "checkpoint")] == [40]
+    assert [event["step"] for event in events(tmp_path / "never", "checkpoint")] == [20]
     saved = [event["step"] for event in events(tmp_path / "often", "checkpoint")]
     assert len(saved) > 3
     for step in steps_saved(tmp_path / "often"):

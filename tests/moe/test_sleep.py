@@ -415,7 +415,7 @@ class CrashAsleep:
 
 
 def train(folder: str, strategy: str, crash: str, micro_batch: int, dtype: torch.dtype) -> Trained | None:
-    variant = Variant(dtype=dtype, steps=18, global_batch=30, num_samples=90, save_every=4)
+    variant = Variant(dtype=dtype, steps=14, global_batch=30, num_samples=90, save_every=4)
     lifecycle = Lifecycle(3, GROWING) if dtype == torch.float32 else None
     hooks = [*([lifecycle] if lifecycle else []), Sleep(2, NIGHTS, lifecycle=lifecycle)]
     changes: dict[str, Any] = {"hooks": hooks, "ema": 0.9, "data": Blobs(90, dtype), "valid": Blobs(40, dtype)}
@@ -464,7 +464,7 @@ def test_a_run_that_is_killed_asleep_or_later_goes_on_with_the_same_bits(
     parts = str(tmp_path / "parts")
     assert gloo_pool.run(train, parts, strategy, crash, *args, world=world)[0] is None
     resumed = gloo_pool.run(train, parts, strategy, "", *args, world=world)[0]
-    assert 0 < resumed.resumed_from < 18
+    assert 0 < resumed.resumed_from < 14
     nights = nights_of(folder)
     assert len(nights) >= 2
     stages = {stage["what"] for night in nights for stage in night["stages"]}

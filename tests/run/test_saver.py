@@ -30,10 +30,12 @@ from drivetrain.monitor.recorder import NoRunRecorder
 from drivetrain.run import CheckpointSaver
 from tests import warm_python
 from tests.api.jobs import Trained, Variant, Vectors, make_job, make_model, read, run, vector_loss
-from tests.api.test_resume import BASE, MICRO_BATCH, assert_identical, call_in, run_until_crash
+from tests.api.test_resume import BASE as STOPPED
+from tests.api.test_resume import MICRO_BATCH, assert_identical, call_in, run_until_crash
 from tests.gloo_pool import GlooPool
 
 REPOSITORY = Path(__file__).parents[2]
+BASE = replace(STOPPED, steps=14)  # saved at 3, 6, 9, 12 and 14
 WAITING = {"async_save": False}
 
 
