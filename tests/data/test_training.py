@@ -21,7 +21,7 @@ from tests.api.jobs import Trained, Variant, Vectors, make_job, make_model, read
 from tests.api.test_resume import CrashingLoss, PlantedError, assert_identical
 from tests.gloo_pool import GlooPool
 
-VARIANT = Variant(global_batch=16, steps=9, num_samples=60, save_every=3)  # 4 steps per epoch, the last of 12 samples
+VARIANT = Variant(global_batch=16, steps=6, num_samples=60, save_every=3)  # 4 steps per epoch, the last of 12 samples
 MICRO_BATCH = 3
 
 
