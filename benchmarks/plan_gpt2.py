@@ -32,7 +32,7 @@ def workload(smoke: bool) -> Workload:
         global_batch=64,
         pace=Pace(2, 1, 3) if smoke else Pace(10, 10, 8),
         job_steps=20 if smoke else 20_000,
-        compiler="aot_eager" if smoke else "inductor",
+        compiler="eager" if smoke else "inductor",
     )
 
 

@@ -37,7 +37,7 @@ def workload(smoke: bool) -> Workload:
         pace=Pace(2, 1, 2) if smoke else Pace(16, 8, 6),
         job_steps=20 if smoke else 50_000,
         loader={} if smoke else loader_options(),
-        compiler="aot_eager" if smoke else "inductor",
+        compiler="eager" if smoke else "inductor",
     )
 
 

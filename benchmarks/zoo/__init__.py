@@ -21,7 +21,7 @@ def contest(name: str, smoke: bool = False) -> Contest:
     model = importlib.import_module(f"{__name__}.{name.removeprefix('zoo-').replace('-', '_')}")
     work: Workload = model.workload(smoke)
     if smoke:
-        work = replace(work, compiler="aot_eager")  # quick to compile
+        work = replace(work, compiler="eager")  # quick to compile
     size, channels_last = work.global_batch, getattr(model, "CHANNELS_LAST", False)
     fed = "batches from 4 loader workers, pinned" if work.collate else "data on the device"
     laid_out = ", channels-last" if channels_last else ""

@@ -92,7 +92,7 @@ def test_a_lost_run_stops_with_the_cause(tmp_path: Path, capsys) -> None:
 def test_gpt_learns_a_text(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 60)
-    assert train(tmp_path, "gpt", "--data", str(text), "--max-steps", "18", "--batch-size", "8", "--epochs", "99") == 0
+    assert train(tmp_path, "gpt", "--data", str(text), "--max-steps", "18", "--batch-size", "4", "--epochs", "99") == 0
     found = losses(tmp_path / "gpt")
     assert found[0] > 5
     assert found[-1] < 3.5
