@@ -123,6 +123,15 @@ def test_the_same_as_without(captures: Captures, tmp_path: Path, variant: Varian
     assert '"step": 0.' in phases, "a replay is a phase of its own"
 
 
+@pytest.mark.usefixtures("no_kernels")
+def test_the_uncompiled_last_step_of_an_epoch_is_not_captured(captures: Captures, tmp_path: Path) -> None:
+    variant = replace(BASE, steps=21)  # five ragged ones: compiled, the fourth would be recorded
+    compiled = {"settings": {"compile": True}}
+    plain = captures.run(tmp_path / "plain", variant, "off", **compiled)
+    assert_identical(captures.run(tmp_path / "captured", variant, **compiled), plain)
+    assert captures.last.in_words() == "1 shape, 13 of 21 steps replayed"
+
+
 RESIDENT = {"resident": "on"}
 
 

@@ -509,6 +509,8 @@ class CapturedStepper(Stepper):
         if len(self._seen) > MOST_SHAPES:
             self._seen.clear()
             self._before.clear()
+        if any(self.runs_eagerly(micro) for micro in step.micros):
+            return self._run_here(step)  # of another size than what was compiled: its launches are not worth recording
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         before = self._before.get(key)
         self._before[key] = [weakref.ref(leaf) for leaf in leaves]

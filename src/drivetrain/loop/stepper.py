@@ -135,11 +135,15 @@ class Stepper:
 
     def forward_backward(self, batch: Any, place: Place, micro: MicroBatch) -> None:
         """Run forward and backward of one micro-batch; gradients add up."""
-        if self.compiled_sizes is None or micro.num_samples in self.compiled_sizes:
-            self._forward_backward(batch, place, micro)
-        else:  # the backward, too, which may run a forward again
+        if self.runs_eagerly(micro):  # the backward, too, which may run a forward again
             with torch.compiler.set_stance("force_eager"):
                 self._forward_backward(batch, place, micro)
+        else:
+            self._forward_backward(batch, place, micro)
+
+    def runs_eagerly(self, micro: MicroBatch) -> bool:
+        """Return whether this micro-batch runs uncompiled in compiled steps."""
+        return self.compiled_sizes is not None and micro.num_samples not in self.compiled_sizes
 
     def _forward_backward(self, batch: Any, place: Place, micro: MicroBatch) -> None:
         strategy, clock = self._strategy, self.clock

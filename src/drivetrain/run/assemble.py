@@ -535,6 +535,7 @@ def make_stepper(
         if loader is not None and isinstance(loader.feed, ResidentFeed):
             loader.feed.gathers = False  # the replay does it
             captured.take_rows(channels_last=run.way.channels_last)
+        captured.compiled_sizes = None if loader is None else _compiled_sizes(run, loader)
         return captured
     check = run.device_check(parts.model)
     stepper = Stepper(
