@@ -12,7 +12,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from drivetrain.core.processes import OrphanGuard, SetAside, descendants, kill_tree, restore_handler
+from drivetrain.core.processes import OrphanGuard, SetAside, descendants, kill_tree, restore_handler, stopping_cleanly
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part in it is Linux's")
 
@@ -205,3 +205,20 @@ def test_a_handler_that_was_not_set_from_python_becomes_the_default(number: int)
     finally:
         restore_handler(number, before)
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_handler_of_the_script_is_set_aside_and_put_back_and_that_is_told(has_own: bool) -> None:
+    def own(number: int, frame: object) -> None:
+        raise AssertionError("it was called")
+
+    said: list[str] = []
+    before = signal.signal(signal.SIGUSR1, own if has_own else signal.SIG_DFL)
+    try:
+        with stopping_cleanly(lambda: None, said.append):
+            signal.raise_signal(signal.SIGUSR1)
+        assert said[0].startswith("SIGUSR1: stopping after this step")
+        assert ("own handler is not called" in said[0]) is has_own
+        assert signal.getsignal(signal.SIGUSR1) is (own if has_own else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

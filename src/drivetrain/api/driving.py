@@ -552,8 +552,8 @@ class Drive:
             missing = "run.step()" if self._is_learned else "run.backward(loss)"
             raise DrivetrainError(
                 f"the loop went on to the next batch without {missing}",
-                remedy="call run.backward(loss) and run.step() for every batch; to leave one out, give backward "
-                "dt.LossSum(loss * 0, 0)",
+                remedy="call run.backward(loss) and run.step() for every batch, also to accumulate gradients: it steps "
+                "where one is due. To leave a batch out, give backward dt.LossSum(loss * 0, 0)",
             )
 
     def _enter_forward(self) -> None:

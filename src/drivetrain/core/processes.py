@@ -80,12 +80,15 @@ def wants_pause(step: int) -> bool:
 def stopping_cleanly(stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
     """Call `stop` on the first stop signal, or the supervisor's order; a later Ctrl-C ends the process at once."""
     first: list[float] = []
+    replaced = [number for number in STOP_SIGNALS if _is_of_script(signal.getsignal(number))]
 
     def heed(number: int, frame: FrameType | None = None) -> None:
         if not first:
             first.append(time.monotonic())
             stop()
             again = "" if _reports else ". Ctrl-C again: at once"
+            if number in replaced:
+                again += ". The script's own handler is not called: `finished` of the result or the run is False then"
             say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint{again}")
         elif number == signal.SIGINT and time.monotonic() - first[0] > IMPATIENT_AFTER_SECONDS:
             raise KeyboardInterrupt
@@ -99,6 +102,11 @@ def stopping_cleanly(stop: Callable[[], None], say: Callable[[str], None]) -> It
             yield
     finally:
         _runs.remove(run)
+
+
+def _is_of_script(handler: Any) -> bool:
+    """Return whether a handler is one that a script, or a library such as submitit, has set."""
+    return callable(handler) and handler is not signal.default_int_handler and handler not in _ours
 
 
 @contextmanager
