@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 import drivetrain as dt
-from drivetrain.core.processes import MEMORY_KEPT
+from drivetrain.core import MEMORY_KEPT
 from drivetrain.plan.forecast import Interconnect, Pace, StepCost, StepWork, step_time
 
 ROUNDS, STEPS = 3, 12

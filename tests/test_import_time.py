@@ -1,5 +1,6 @@
 """`import drivetrain` costs at most 1.2 × `import torch`: measured in fresh interpreters."""
 
+import os
 import subprocess
 import sys
 
@@ -25,6 +26,18 @@ def test_the_bare_import_loads_nothing_heavy() -> None:
     code = "import sys, drivetrain; print(sorted({'torch', 'pydantic', 'rich', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "expected"), [("drivetrain", "", "1000"), ("drivetrain", "10", "10"), ("torch", "", "None")]
+)
+def test_torch_that_is_imported_later_keeps_its_free_memory(first: str, given: str, expected: str) -> None:
+    """Torch for Arm reads it when it is loaded, and never again. What a user has set stays."""
+    environ = {name: value for name, value in os.environ.items() if name != "MIMALLOC_PURGE_DELAY"}
+    environ |= {"MIMALLOC_PURGE_DELAY": given} if given else {}
+    code = f"import {first}, os, drivetrain; print(os.environ.get('MIMALLOC_PURGE_DELAY'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
+    assert done.stdout.strip() == expected
 
 
 def test_a_name_that_is_not_there() -> None:

@@ -5,12 +5,18 @@ Everything public is reached from here. Names are loaded when first used (PEP 56
 """
 
 import gc
+import os
 import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core import MEMORY_KEPT
+
 __version__ = "0.1.0"
+
+if "torch" not in sys.modules:
+    os.environ.update(MEMORY_KEPT | os.environ)
 
 if TYPE_CHECKING:
     from drivetrain import hf as hf

@@ -18,7 +18,6 @@ from drivetrain.config import SETTINGS, as_launched, from_yaml, nearest, resolve
 from drivetrain.config.flags import COMMAND_LINE, FlagParser
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.log import printable
-from drivetrain.core.processes import MEMORY_KEPT
 from drivetrain.hardware import detect
 
 
@@ -72,8 +71,6 @@ def dispatch(words: list[str]) -> int:
 
     if sys.stderr.isatty() and "--quiet" not in words and "torch" not in sys.modules:  # logs need no first line
         sys.meta_path.insert(0, FirstLine(f"drivetrain {name}"))
-    if "torch" not in sys.modules:
-        os.environ.update(MEMORY_KEPT | os.environ)
     command = COMMANDS[name].load()
     parser = flag_parser(name, command)
     parsed = parser.parse(words[1:])

@@ -27,9 +27,6 @@ from drivetrain.core.errors import DrivetrainError
 # reaches all ranks. A supervisor takes the first signal as "save and stop", a later Ctrl-C as "at once". Children that
 # load data outlive them all (`held_back`, `outlive_signals`).
 
-# Built with mimalloc, as for Arm, torch gives free memory back to the system after 10 ms, and gets it anew page by page
-# in the next step: 7 to 11 % of a step on a CPU. It is read once, when torch is loaded. Other builds do not read it.
-MEMORY_KEPT = {"MIMALLOC_PURGE_DELAY": "1000"}  # ms
 # SLURM, submitit and Lightning use different ones to say that time is running out.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # A launcher passes a terminal's Ctrl-C on to workers that got it already. That is not a second, impatient one.

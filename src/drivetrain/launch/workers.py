@@ -19,9 +19,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from drivetrain.core import MEMORY_KEPT
 from drivetrain.core.launchers import CHANNEL, PAGE_FD, ProcessPlace, Progress, ProgressPage
 from drivetrain.core.log import printable
-from drivetrain.core.processes import MEMORY_KEPT, OrphanGuard, held_back, kill_group
+from drivetrain.core.processes import OrphanGuard, held_back, kill_group
 from drivetrain.hardware.host import oom_kills
 from drivetrain.launch.layout import LaunchOptions, Layout
 from drivetrain.launch.nodes import TOKEN
