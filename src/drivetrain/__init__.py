@@ -4,14 +4,13 @@ Everything public is reached from here. Names are loaded when first used (PEP 56
 `drivetrain` command start quickly.
 """
 
-import gc
 import os
 import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import MEMORY_KEPT
+from drivetrain.core import MEMORY_KEPT, loading_modules
 
 __version__ = "0.1.0"
 
@@ -126,28 +125,18 @@ __all__ = ["__version__", *_HOME]
 
 
 def _load(module: str) -> ModuleType:
-    """Import a module without collecting garbage meanwhile: what modules make stays, and to look for it takes 0.3 s.
-
-    Nor are these objects looked at as new ones right after it, in 0.3 s more: they join the oldest, as they would then.
-    What trains takes seconds with all of PyTorch that it needs; a terminal shows that, until it is there.
-    """
+    """Import a module. What trains takes seconds, with all of PyTorch that it needs: a terminal shows that."""
     if module in sys.modules:
         return import_module(module)  # which waits while another thread is loading it
-    collects = gc.isenabled()
     is_long = module.startswith("drivetrain.api.") and _is_terminal()
-    gc.disable()
     try:
         if is_long:
             print("drivetrain: loading …", end="", file=sys.stderr, flush=True)
-        return import_module(module)
+        with loading_modules():
+            return import_module(module)
     finally:
-        if collects and not gc.get_freeze_count():
-            gc.freeze()
-            gc.unfreeze()
         if is_long:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
-        if collects:
-            gc.enable()
 
 
 def _is_terminal() -> bool:

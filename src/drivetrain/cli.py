@@ -16,6 +16,7 @@ from drivetrain import __version__
 from drivetrain.commands.command import COMMANDS, LoadedCommand, options_of
 from drivetrain.config import SETTINGS, as_launched, from_yaml, nearest, resolve
 from drivetrain.config.flags import COMMAND_LINE, FlagParser
+from drivetrain.core import loading_modules
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.log import printable
 from drivetrain.hardware import detect
@@ -85,7 +86,9 @@ def dispatch(words: list[str]) -> int:
     code = command.run(options, resolved)
     if code is None:
         module, _, function = COMMANDS[name].here.partition(":")
-        code = int(getattr(import_module(module), function)(options, resolved))
+        with loading_modules():
+            work = getattr(import_module(module), function)
+        code = int(work(options, resolved))
     return code
 
 
