@@ -105,6 +105,7 @@ CONTESTS = {
     "cpu-mlp": "benchmarks.cpu",
     "cpu-cnn": "benchmarks.cpu",
     "cpu-transformer": "benchmarks.cpu",
+    "cpu-jpeg": "benchmarks.cpu_jpeg",
     "lora-race": "benchmarks.lora_race",
     "moe-twin": "benchmarks.moe_twin",
     "side-by-side": "benchmarks.side_by_side",

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import yaml
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from benchmarks.contest import Competitor, Measured
 from drivetrain import Job, Verdict, configure, train
@@ -45,9 +45,10 @@ class Workload:
 
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], Tensor]
-    data: Callable[[], tuple[Tensor, ...]]  # columns in host memory
     global_batch: int
     pace: Pace
+    data: Callable[[], tuple[Tensor, ...]] = tuple  # columns in host memory
+    dataset: Callable[[], Dataset[Any]] | None = None  # samples that have to be read, in place of columns
     learning_rate: float = 1e-4
     job_steps: int = 20_000  # how long the job says it is: what a plan may spend depends on it
     loader: Mapping[str, Any] = field(default_factory=dict)  # how a user would call DataLoader
@@ -420,7 +421,7 @@ def job_of(workload: Workload, *, max_steps: int, end_after: int | None = None) 
     return Job(
         name="contest",
         model=workload.model,
-        data=TensorDataset(*workload.data()),
+        data=TensorDataset(*workload.data()) if workload.dataset is None else workload.dataset(),
         loss=workload.loss,
         collate=workload.collate or default_collate,
         optimizer=lambda groups: torch.optim.AdamW(groups, lr=workload.learning_rate),

@@ -33,7 +33,7 @@ from benchmarks.zoo.vit import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks import cpu, plan_gpt2, plan_mlp, plan_resnet, rivals, side_by_side, whole_job, zoo
+from benchmarks import cpu, cpu_jpeg, plan_gpt2, plan_mlp, plan_resnet, rivals, side_by_side, whole_job, zoo
 
 STEPS = 8
 TOLD = Circumstances(smoke=True, is_warming=False, known={})
@@ -224,7 +224,7 @@ def test_models_are_of_the_size_they_are_said_to_be() -> None:
     assert hidden.shape == (1, 4 * 8 * 8, 7, 7)
 
 
-MODULES = (plan_gpt2, plan_resnet, plan_mlp, whole_job, cpu, side_by_side, zoo)
+MODULES = (plan_gpt2, plan_resnet, plan_mlp, whole_job, cpu, cpu_jpeg, side_by_side, zoo)
 CONTESTS = [(module, name) for module in MODULES for name in module.NAMES]
 
 
