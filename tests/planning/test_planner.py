@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -248,6 +248,22 @@ def test_a_machine_that_became_slower_is_measured_again(
     assert f"drivetrain: {note}: measuring anew" in capsys.readouterr().err
     assert min(rates(own_cache)) > 2 * max(before), "what is remembered is the new figure"
     assert len(rows(again)) == 9
+
+
+@pytest.mark.parametrize("is_brief", [True, False])
+def test_what_was_looked_at_briefly_is_tried_again_with_no_more_samples(is_brief: bool) -> None:
+    """A whole micro-batch would make a second start slower than the first; a rate of whole ones is for whole ones."""
+    asked = list[tuple[float, bool]]()
+
+    def probe(way: StepWay, seconds: float, *, of_part: bool = False) -> Measurement:
+        asked.append((seconds, of_part))
+        return Measurement(sample_seconds=1.0)
+
+    remembered = Measurement(sample_seconds=1.0, is_brief=is_brief)
+    tuned: Any = SimpleNamespace(way=None, chosen=remembered)
+    scope: Any = SimpleNamespace(memory_limit_bytes=math.inf)
+    assert planner._why_outdated(cast(StepProbe, probe), tuned, scope) == ""
+    assert asked == [(0.0, is_brief)]
 
 
 def test_one_slow_step_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:

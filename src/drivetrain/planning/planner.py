@@ -582,9 +582,10 @@ def _why_outdated(probe: StepProbe, tuned: Tuned, scope: Scope) -> str:
     """Return why the remembered best way no longer is what it was, judged by one step; empty if it is.
 
     One slow step says little: it is the first, and other processes use the machine, too. Then more of them are
-    measured, and the faster figure counts.
+    measured, and the faster figure counts. What was only looked at briefly before, with a part of a micro-batch, is
+    again: a whole one would take several times as long as planning without a memory.
     """
-    found = probe(tuned.way, 0.0)
+    found = probe(tuned.way, 0.0, of_part=tuned.chosen is not None and tuned.chosen.is_brief)
     if found.problem or found.peak_bytes > scope.memory_limit_bytes:
         return found.problem or "it takes more memory"
     remembered = tuned.chosen.sample_seconds if tuned.chosen is not None else math.inf
