@@ -367,7 +367,7 @@ def recorded(folder: Path, name: str) -> dict[str, Any]:
 def test_a_plan_leaves_the_global_batch_of_a_recipe_alone(tmp_path: Path, recipe: str) -> None:
     text = tmp_path / "book.txt"
     text.write_text("What is said three times is true. " * 400)
-    flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path), "--no-report", "--quiet", "--max-steps", "2"]
+    flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path), "--no-report", "--quiet", "--max-steps", "1"]
     flags += ["--data", str(text)] if recipe == "gpt" else []
     assert main(["train", recipe, "--name", "plain", *flags]) == 0
     plain = steps_of(tmp_path, "plain")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import tests.preloaded  # noqa: F401
+import drivetrain.api.training  # noqa: F401  (all that workers need, where the server of `warm_python.py` is not used)
 from drivetrain.cli import main
 from drivetrain.core.launchers import CHANNEL, supervision
 from drivetrain.launch import workers
