@@ -360,6 +360,11 @@ class Job:
         """The turns of a step, for a job with several losses; empty for a job with one."""
         return turns_of(self.loss, self.optims) if isinstance(self.loss, Mapping) else ()
 
+    @property
+    def losses(self) -> list[LossFunction]:
+        """The loss functions as the user gave them."""
+        return list(self.loss.values()) if isinstance(self.loss, Mapping) else [self.loss]
+
     @cached_property
     def loss_function(self) -> LossFunction:
         """The loss as one function. Of several losses it returns all, as named parts."""

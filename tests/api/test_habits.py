@@ -402,6 +402,36 @@ def test_a_loss_that_is_made_for_the_batch_of_the_job_is_measured_with_no_more(t
     assert lines_told(tmp_path) == ("", [])
 
 
+def with_teacher() -> Loss:
+    """A mean teacher beside the model, which follows it inside of the loss."""
+    teacher = make_model().requires_grad_(False)
+    for parameter in teacher.parameters():
+        parameter.zero_()
+    table = torch.zeros(3, dtype=torch.float64)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        output = model(batch[0])
+        for ours, theirs in zip(teacher.parameters(), model.parameters(), strict=True):
+            ours.data.mul_(0.5).add_(theirs.data, alpha=0.5)
+        table.add_(output.detach().mean(0))
+        return functional.cross_entropy(output + table, batch[1]) + (output - teacher(batch[0])).square().mean()
+
+    return loss
+
+
+def test_what_the_loss_keeps_beside_the_model_is_changed_by_steps_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trials before the first step and validations moved the teacher, which a plain loop does not."""
+    job = job_of(loss=with_teacher(), valid=TensorDataset(INPUTS, LABELS), valid_every=2)
+    result = train(job, configure(output_dir=tmp_path, device="cpu", auto_optimize=False, batch_size=8))
+    dt.export(result, tmp_path / "last.pt")
+    assert capsys.readouterr().err.count("validation changes what the loss function keeps beside the model") == 1
+    found = torch.load(tmp_path / "last.pt", weights_only=True)
+    assert_same(found, plain_weights(make_model(), with_teacher()))
+    assert "keeps something between calls" in lines_told(tmp_path)[1][0]
+
+
 def test_parameters_of_the_loss_are_not_left_out_in_silence(tmp_path: Path) -> None:
     scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
 

@@ -24,6 +24,7 @@ from drivetrain.core.log import notice
 from drivetrain.core.metrics import LossSum, StepRecord
 from drivetrain.core.processes import stopping_cleanly, wants_pause, written_first
 from drivetrain.core.run_folder import RunFolder
+from drivetrain.core.state import BesideLoss
 from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.feed import DeviceFeed, ResidentFeed
@@ -204,6 +205,7 @@ class _Run(Session):
                 checkpoint = checkpointer.latest()
             caps = heed_cap(self, 0 if checkpoint is None else checkpoint.step)
             model = built or build_model(self)
+            self.beside_loss = BesideLoss(self.job.losses, model)
             changes = changes_since_start(self, model, folder, checkpoint.step if checkpoint else None)
             refuse_before_planning(self, model, checkpoint)
             settle_weighting(self, model, checkpoint)
@@ -433,6 +435,7 @@ class _Loop:
         memory = watch_memory(self._run.world.device, recorder.event, recorder.say)
         was_stopped = self._validation is not None and self._validation.stopped_because
         tell_compiling()
+        self._run.beside_loss.put_back()  # all trials are done
         try:
             with stopping_cleanly(trainer.stop, recorder.say):
                 for record in () if was_stopped else trainer.run():

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from drivetrain.core.errors import DrivetrainError
 
@@ -229,6 +230,53 @@ def _kept_by(function: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
         names = code.co_varnames[: code.co_argcount][-len(function.__defaults__ or ()) or code.co_argcount :]
         yield from zip(names, function.__defaults__ or (), strict=True)
+
+
+_MOST_BESIDE = 2**24  # numbers
+
+
+class BesideLoss:
+    """Tensors that loss functions hold beside the model, and may change: a teacher's weights, a table of targets.
+
+    Trials before the first step change them, too, and so do validations. They are copied to the host, the smallest
+    first: not a data set that a loss refers to, nor a large reference model, which would take long.
+
+    Args:
+        losses: The loss functions.
+        model: The model, whose own tensors are left out.
+    """
+
+    def __init__(self, losses: Iterable[Any], model: nn.Module) -> None:
+        own = {id(it) for it in (*model.modules(), *model.parameters(), *model.buffers())}
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        room = min(2 * num_trained, _MOST_BESIDE)
+        held = {id(value): value for loss in losses for _, value in _kept_by(loss) if id(value) not in own}
+        found = [[it for it in _tensors_of(value) if id(it) not in own] for value in held.values()]
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        for tensors in sorted(found, key=_num_entries):  # each as a whole, or not at all
+            room -= _num_entries(tensors)
+            if room >= 0:
+                self._copies += [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+
+    def put_back(self) -> bool:
+        """Give those that have changed their former numbers, and return whether there were any."""
+        pairs = [(tensor, copy) for tensor, copy in self._copies if tensor.shape == copy.shape]
+        changed = [(tensor, copy) for tensor, copy in pairs if not torch.equal(tensor.detach().cpu(), copy)]
+        for tensor, copy in changed:
+            tensor.data.copy_(copy)
+        self._copies.clear()
+        return bool(changed)
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a module, or a tensor itself, that can be copied."""
+    found = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
+    tensors = [it for it in found if isinstance(it, Tensor) and not is_lazy(it) and not hasattr(it, "to_local")]
+    return [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
+
+
+def _num_entries(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 class ParameterWatch:

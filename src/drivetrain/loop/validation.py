@@ -40,7 +40,7 @@ from drivetrain.core.metrics import (
     over_all_ranks,
 )
 from drivetrain.core.precision import Precision, widened
-from drivetrain.core.state import is_distributed
+from drivetrain.core.state import BesideLoss, is_distributed
 from drivetrain.core.value import format_metric
 from drivetrain.core.world import World
 from drivetrain.data.batch import described, map_tensors, note_one_sample
@@ -96,6 +96,7 @@ class Validator:
     ) -> None:
         self._progress, self._buffers = progress, _BufferWatch(world)
         self._num_samples = 0  # of the newest batch
+        self._has_told = False  # of what the loss changes
         self._scalars: dict[str, Tensor] = {}  # what metrics that return a scalar returned for the newest batch
         self._computes_gradients = False  # whether the loss does, and so is measured with gradients on
         self._may_halve, self._eager = may_halve, eager
@@ -118,11 +119,18 @@ class Validator:
         Of a set with a name they are called `valid_NAME_loss`; those of the first set are called `valid_loss`, too.
         `called` is the model, perhaps compiled.
         """
+        beside = BesideLoss([*self._job.losses, self._loss], model)
         with self._buffers.kept(model):
             by_set = {
                 name: self._measure_set(name, loader, model, model if called is None else called)
                 for name, loader in self._loaders.items()
             }
+        if beside.put_back() and not self._has_told and self._world.is_main:
+            self._has_told = True
+            notice(
+                "validation changes what the loss function keeps beside the model, such as a teacher: training goes on "
+                "with what was there before"
+            )
         first = next(iter(by_set.values()))
         values = {f"{self._prefix}{name}": value for name, value in first.items()}
         for of, found in by_set.items():
@@ -133,9 +141,11 @@ class Validator:
         """Run one batch of each set through the model, and raise what would end a validation. Nothing is kept of it."""
         for name, loader in self._loaders.items():
             words = f"batch of the validation set{f' {name!r}' if name else ''}"
+            beside = BesideLoss([*self._job.losses, self._loss], model)
             failure = self._tried(loader, model, words)
             while self._halves(loader, model, failure):
                 failure = self._tried(loader, model, words)
+            beside.put_back()
             raise_on_all_ranks(failure, "validation", model, self._world)
 
     def _tried(self, loader: Loader, model: nn.Module, words: str) -> Exception | None:
