@@ -566,5 +566,5 @@ def _compiled_sizes(run: Session, loader: Loader) -> Collection[int] | None:
     if of_last <= sizes or (job.num_steps or 0) >= ENOUGH_TO_COMPILE * division.steps_per_epoch:
         return None
     samples = format_count(last.num_samples, "sample")
-    loader.notes.append(f"the last step of each epoch has {samples}: it runs eagerly, to compile for it would not pay")
+    loader.notes.append(f"the last step of each epoch has {samples}: it runs eagerly, as compiling would not pay off")
     return sizes
