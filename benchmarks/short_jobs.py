@@ -44,16 +44,19 @@ def measure() -> dict[str, list[float]]:
 
 
 def _seconds(kind: str, name: str) -> float:
+    from drivetrain.core import MEMORY_KEPT  # not above: a script of a job imports torch or drivetrain by itself
+
     with tempfile.TemporaryDirectory() as folder:
         caches = {key: f"{folder}/{key}" for key in ("DRIVETRAIN_CACHE", "TORCHINDUCTOR_CACHE_DIR")}
-        command = [sys.executable, "-m", "benchmarks.short_jobs", kind, name, folder]
+        command = [sys.executable, __file__, kind, name, folder]
         if kind == "command":
             script = Path(folder) / "job.py"
             imports = "import drivetrain as dt\nfrom benchmarks.short_jobs import job_of\n"
             script.write_text(f"{imports}dt.train(job_of({name!r}))\n", encoding="utf-8")
             command = [sys.executable, "-m", "drivetrain", "train", str(script), "--output-dir", folder]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, env={**os.environ, **caches}, capture_output=True, check=True)
+        environ = {key: value for key, value in os.environ.items() if key not in MEMORY_KEPT}
+        subprocess.run(command, env={**environ, **caches}, capture_output=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
