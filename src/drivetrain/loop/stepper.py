@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class Stepper:
         self._arrives = COPY if world.device.type == "cuda" else DATA
         self._before_micro_step = before_micro_step
         # The sizes of micro-batches that compiled steps were compiled for; others run eagerly. None: any size.
-        self.compiled_sizes: Collection[int] | None = None
+        self.compiled_sizes: Container[int] | None = None
         self.keeps_batch = False  # whether the last batch will be asked for: only then it is not freed
         self._last_batch: Any = None
         # The losses of this rank's last micro-steps, each with its step, to tell whose was bad.

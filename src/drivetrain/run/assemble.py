@@ -5,7 +5,7 @@ is what is trained. The data is opened here too: how its steps are divided, its 
 validation set.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -548,7 +548,7 @@ def make_stepper(
     return stepper
 
 
-def _compiled_sizes(run: Session, loader: Loader) -> Collection[int] | None:
+def _compiled_sizes(run: Session, loader: Loader) -> Container[int] | None:
     """Return the sizes of micro-batches to compile steps for; None: whatever comes.
 
     For the smaller last step of an epoch, the compiler would start anew and take as long as before the first step: it
@@ -559,12 +559,27 @@ def _compiled_sizes(run: Session, loader: Loader) -> Collection[int] | None:
     # On a GPU, where it would be left out of capturing as well, it has not been measured.
     if run.way.compile_mode is None or run.world.device.type != "cpu" or varies or varying_dims_of(job.loss_function):
         return None
-    first, last = division.place(0), division.place(division.steps_per_epoch - 1)
-    sizes, of_last = (
-        {part.num_samples for part in division.micro_steps(place, loader.rank)} for place in (first, last)
-    )
-    if of_last <= sizes or (job.num_steps or 0) >= ENOUGH_TO_COMPILE * division.steps_per_epoch:
+    last, sizes = division.steps_per_epoch - 1, _UsualSizes(loader)
+    if (job.num_steps or 0) >= ENOUGH_TO_COMPILE * (last + 1):
         return None
-    samples = format_count(last.num_samples, "sample")
-    loader.notes.append(f"the last step of each epoch has {samples}: it runs eagerly, as compiling would not pay off")
+    if not all(size in sizes for size in _sizes_of(loader, last)):
+        samples = format_count(division.place(last).num_samples, "sample")
+        words = f"the last step of each epoch has {samples}: it runs eagerly, as compiling would not pay off"
+        loader.notes.append(words)
     return sizes
+
+
+class _UsualSizes:
+    """The sizes of the micro-batches of all steps of an epoch but its last. A shortage of memory may halve them."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader, self._division, self._sizes = loader, loader.division, _sizes_of(loader, 0)
+
+    def __contains__(self, size: object) -> bool:
+        if self._loader.division is not self._division:
+            self._division, self._sizes = self._loader.division, _sizes_of(self._loader, 0)
+        return size in self._sizes
+
+
+def _sizes_of(loader: Loader, step: int) -> set[int]:
+    return {part.num_samples for part in loader.division.micro_steps(loader.division.place(step), loader.rank)}
