@@ -5,10 +5,12 @@ Three small networks: a perceptron, a convolutional network, a transformer.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from benchmarks import gpt2, rivals
 from benchmarks.contest import Aim, Competitor, Contest, Measured
@@ -149,10 +151,14 @@ def _on_threads(count: int, measure: Callable[[], Measured]) -> Measured:
 
 
 def _with_loader(work: Workload, num_workers: int) -> Measured:
+    return by_loader(work, rivals.loader_of(work, work.data(), work.global_batch, {"num_workers": num_workers}))
+
+
+def by_loader(work: Workload, loader: DataLoader[Any]) -> Measured:
+    """A plain loop over a loader."""
     torch.manual_seed(0)
     model = work.model()
     optimizer = work.optimizer(model.parameters(), fused=True)
-    loader = rivals.loader_of(work, work.data(), work.global_batch, {"num_workers": num_workers})
     watch = Stopwatch(CPU, work.pace)
     while True:
         for batch in loader:

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.contest import Aim, Competitor, Contest, Measured
-from benchmarks.cpu import CPU
-from benchmarks.rivals import Pace, Stopwatch, Workload, with_no_flags
+from benchmarks.cpu import by_loader
+from benchmarks.rivals import Pace, Workload, with_no_flags
 
 NAMES = ("cpu-jpeg",)
 SIDE, CROP, CLASSES = 320, 96, 10
@@ -92,19 +92,6 @@ def contest(name: str, smoke: bool = False) -> Contest:
 
 
 def _hand(work: Workload, num_workers: int) -> Measured:
-    torch.manual_seed(0)
-    model = work.model()
-    optimizer = work.optimizer(model.parameters(), fused=True)
     assert work.dataset is not None
-    keeps = num_workers > 0
-    loader = DataLoader(
-        work.dataset(), work.global_batch, shuffle=True, num_workers=num_workers, persistent_workers=keeps
-    )
-    watch = Stopwatch(CPU, work.pace)
-    while True:
-        for batch in loader:
-            optimizer.zero_grad()
-            work.loss(model, batch).backward()
-            optimizer.step()
-            if watch.step():
-                return watch.measured()
+    workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    return by_loader(work, DataLoader(work.dataset(), work.global_batch, shuffle=True, **workers))  # type: ignore[arg-type]
