@@ -31,7 +31,10 @@ class VisionTransformer(nn.Module):
 def image_workload(
     smoke: bool, model: type[nn.Module], small: dict[str, int], pace: Pace, *, job_steps: int = 20_000
 ) -> Workload:
-    """Images as bytes, made floating point on the device; `small` are the sizes of the tiny model."""
+    """Images as bytes, made floating point on the device; `small` are the sizes of the tiny model.
+
+    Two epochs of ImageNet are 20,000 steps.
+    """
     side, classes, num_samples = (small["side"], small["classes"], 96) if smoke else (224, 1000, 2048)
 
     def data() -> tuple[Tensor, ...]:
@@ -48,7 +51,7 @@ def image_workload(
         data=data,
         global_batch=16 if smoke else 128,
         pace=Pace(2, 2, 2) if smoke else pace,
-        job_steps=40 if smoke else job_steps,  # of ImageNet, two epochs
+        job_steps=40 if smoke else job_steps,
     )
 
 

@@ -15,7 +15,8 @@ from drivetrain.core import MEMORY_KEPT, loading_modules
 __version__ = "0.1.0"
 
 if "torch" not in sys.modules:
-    os.environ.update(MEMORY_KEPT | os.environ)
+    for _name, _value in MEMORY_KEPT.items():
+        os.environ.setdefault(_name, _value)
 
 if TYPE_CHECKING:
     from drivetrain import hf as hf

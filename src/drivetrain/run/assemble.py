@@ -530,12 +530,13 @@ def make_stepper(
         clock: Measures the phases of a step.
     """
     seed, world, clock = run.job.seed, world or run.world, clock or NoClock()
+    sizes = None if loader is None else _compiled_sizes(run, loader)
     if isinstance(parts.strategy, (SingleStrategy, TurnsStrategy)) and not parts.why_not_captured:
         captured = CapturedStepper(parts.strategy, parts.objective, world, seed, draws=parts.draws, clock=clock)
         if loader is not None and isinstance(loader.feed, ResidentFeed):
             loader.feed.gathers = False  # the replay does it
             captured.take_rows(channels_last=run.way.channels_last)
-        captured.compiled_sizes = None if loader is None else _compiled_sizes(run, loader)
+        captured.compiled_sizes = sizes
         return captured
     check = run.device_check(parts.model)
     stepper = Stepper(
@@ -543,8 +544,7 @@ def make_stepper(
     )
     if loader is not None and parts.given.loss_parts.can_count_ahead:
         loader.count_ahead = parts.given.loss_parts.count_ahead
-    if loader is not None:
-        stepper.compiled_sizes = _compiled_sizes(run, loader)
+    stepper.compiled_sizes = sizes
     return stepper
 
 
