@@ -209,7 +209,9 @@ class TensorFile:
             tensor: Tensor = self._open.get_slice(name)[slices] if slices else self._open.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointDamagedError(f"{name} cannot be read from {self.path}: {error}", path=self.path) from None
-        return torch.view_as_complex(tensor.contiguous()) if code in _PAIRS else tensor
+        # In the file, pairs lie at multiples of 8 bytes. Complex numbers of 16 bytes have to lie at multiples of 16: on
+        # x86, torch copies them by instructions that end the process otherwise. So the pairs are copied first.
+        return torch.view_as_complex(tensor.clone(memory_format=torch.contiguous_format)) if code in _PAIRS else tensor
 
 
 # Boxes that no straight cut divides are compared in pairs; real shards are never that many.
