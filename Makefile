@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 3
 HERE := not gpu and not soak and not slurm and not deepspeed
+# A worker that crashes ends the run: with one in its place, pytest-xdist would wait for ever (3.8, --dist loadfile).
+FILES_AT_ONCE := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Without bytecode, every process of pytest would rewrite the asserts of its plugins anew.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -44,15 +46,15 @@ browser:
 # mypy runs on one core for half a minute: beside the tests. What it finds is shown at once, and fails the target.
 test: ruff browser  ## lint and every test that needs no GPU, three files at a time (JOBS=1: one), then those that measure time
 	@{ found=$$($(BIN)/mypy 2>&1); code=$$?; echo "mypy: $$found"; exit $$code; } & types=$$!; \
-	  $(BIN)/python -m pytest -m '$(HERE) and not alone' -n $(JOBS) --dist loadfile --no-loadscope-reorder; tests=$$?; \
+	  $(BIN)/python -m pytest -m '$(HERE) and not alone' -n $(JOBS) $(FILES_AT_ONCE); tests=$$?; \
 	  wait $$types || { echo "mypy failed: its messages stand above, or run make lint"; exit 1; }; exit $$tests
 	@$(BIN)/python -m pytest -m '$(HERE) and alone' --warm --reruns 2 $(ALONE)
 
 quick: lint  ## lint and three quarters of the tests in less than two minutes: those that take less than 0.2 s each
-	@$(BIN)/python -m pytest -m '$(HERE) and not alone' --quick -q -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m '$(HERE) and not alone' --quick -q -n 2 $(FILES_AT_ONCE)
 
 test-seconds: $(STAMP)  ## measure what each test takes, for the order of make test and the choice of make quick
-	@$(BIN)/python -m pytest -m '$(HERE) and not alone' --measure-cpu -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m '$(HERE) and not alone' --measure-cpu -n $(JOBS) $(FILES_AT_ONCE)
 
 ruff: $(STAMP)
 	@$(BIN)/ruff check .
