@@ -91,6 +91,7 @@ FLAGS = {
     "deepspeed.config": ["--deepspeed-config"],
     "compile.enabled": ["--compile"],
     "compile.mode": ["--compile-mode"],
+    "compile.from_step": ["--compile-from"],
     "compile.only": ["--compile-only"],
     "compile.scope": ["--compile-scope"],
     "plan.auto_optimize": ["--auto-optimize"],

@@ -281,7 +281,7 @@ def test_packing_is_chosen_where_much_would_be_padding() -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_batches_of_any_size_are_compiled_once(packing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "compile_options", lambda mode, fixed: {"backend": "eager"})  # kernels take minutes
+    monkeypatch.setattr(compiling, "compile_options", lambda mode, **_: {"backend": "eager"})  # kernels take minutes
     data, model = long_samples(160), llama()
     job: Any = dt.hf.job(model, data, packing=packing)
     torch._dynamo.reset()

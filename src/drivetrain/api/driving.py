@@ -617,6 +617,9 @@ def _refuse(session: Session) -> None:
     if config.kernels.capture == "on":
         message = "a captured step is run by the device alone, and in your own loop Python runs it"
         problems.append(Problem("--capture", message, allowed="auto, off", remedy="leave it out, or use dt.train"))
+    if session.way.compiled_from != 0:
+        message = "another process cannot make your own loop again to compile it"
+        problems.append(Problem("--compile-from", message, remedy="leave it out, or use dt.train"))
     if problems:
         raise ConfigError(problems)
     given: Any = session.job.optimizer

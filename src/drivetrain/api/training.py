@@ -39,6 +39,7 @@ from drivetrain.monitor.phases import DATA, NoClock, make_clock
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
 from drivetrain.monitor.tracking import check_trackers
+from drivetrain.planning.fresh_process import CompileSwitch, refuse_background
 from drivetrain.planning.planner import PlanningProgress, make_plan
 from drivetrain.planning.trials import settle_global_batch
 from drivetrain.report import write_report
@@ -189,6 +190,7 @@ class _Start:
     changes: Sequence[str]  # in the job, since the checkpoint
     faults: Faults  # that are injected
     caps: Caps  # of the micro-batch, from steps that are still to come
+    switch: CompileSwitch  # to code that is compiled in the background
 
 
 class _Run(Session):
@@ -208,11 +210,13 @@ class _Run(Session):
             self.beside_loss = BesideLoss(self.job.losses, model)
             changes = changes_since_start(self, model, folder, checkpoint.step if checkpoint else None)
             refuse_before_planning(self, model, checkpoint)
+            refuse_background(self)
             settle_weighting(self, model, checkpoint)
             with PlanningProgress(quiet=self.quiet) as progress:
                 self.follow(make_plan(self, model, checkpoint, progress))
-            with self.numerics(), self.stream():
-                return self._train(_Start(folder, checkpointer, checkpoint, model, changes, faults, caps))
+            switch = CompileSwitch(self, 0 if checkpoint is None else checkpoint.step)
+            with self.numerics(), self.stream(), switch:
+                return self._train(_Start(folder, checkpointer, checkpoint, model, changes, faults, caps, switch))
         except BaseException as error:
             self.note_failed_start(error)
             raise
@@ -357,7 +361,7 @@ class _Loop:
         checkpoint, job = start.checkpoint, run.job
         self._last: StepRecord | None = None
         self._tested: dict[str, float] = {}
-        self._checkpointer = start.checkpointer
+        self._checkpointer, self._switch = start.checkpointer, start.switch
         self.steps, self.finished, self.stopped_because = resumed_from, False, ""
         self._validation = make_validation(
             run, parts, checkpoint, self._report_validation, progress=partial(recorder.measuring, "validating")
@@ -444,6 +448,7 @@ class _Loop:
                     memory.observe(record)
                     self._spikes.observe(record)
                     self._replicas.observe(record)
+                    self._switch.observe(record)
                     saver.report()
                 supervision.phase("save")
                 saver.finish()
@@ -521,6 +526,7 @@ class _Loop:
 
     def _before_step(self, others: Callable[[int], None] | None) -> Callable[[int], None] | None:
         """Return the function to call before each step, numbered from 1; it reduces the counts of the loss's parts."""
+        others = self._switch.before_steps(others, self._recorder)
         if self._loader.count_ahead is None:
             return others
         loss_parts = self._run.loss_parts

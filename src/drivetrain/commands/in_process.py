@@ -1,6 +1,6 @@
 """What commands do in the process that trains: find the job of a target, train it, plan it, sweep over it.
 
-Run as a program, it is the fresh process in which `planning.repeat` asks for the first steps of a job.
+Run as a program, it is the fresh process in which `planning.fresh_process` asks for the first steps of a job.
 """
 
 import json
@@ -46,9 +46,9 @@ from drivetrain.plan.forecast import TimeForecast
 from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.loss_weighting import Weighting
 from drivetrain.plan.plan import Plan
+from drivetrain.planning.fresh_process import FirstSteps
 from drivetrain.planning.other_machine import MeasuredStep, plan_elsewhere
 from drivetrain.planning.planner import PlanningProgress
-from drivetrain.planning.repeat import FirstSteps
 from drivetrain.recipes import Recipe
 from drivetrain.report.paired_test import CONFIDENCE, fewest_pairs
 from drivetrain.run import Session, last_one_finished
@@ -474,7 +474,7 @@ def _loaded(name: str) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The fresh process of `planning.repeat`: makes the job of a target, and answers questions about its first steps.
+# The fresh process of `planning.fresh_process`: makes the job of a target, and answers questions about its first steps.
 #
 # Questions and answers are lines of JSON over two pipes; the output of the target goes to a separate file.
 

@@ -272,6 +272,23 @@ _BETWEEN_VALUES: tuple[_Rule[_Case], ...] = (
         remedy="add --compile, or drop this",
     ),
     _Rule(
+        "compile.from_step",
+        lambda case: case.config.compile.from_step is not None and not case.config.compile.enabled,
+        lambda case: (
+            "says when compiled code is used, but compiling "
+            f"{'is not asked for' if case.config.compile.enabled is None else 'is off'}"
+        ),
+        remedy="add --compile, or drop this",
+    ),
+    _Rule(
+        "compile.from_step",
+        lambda case: case.config.compile.from_step and case.config.kernels.capture == "on",
+        lambda case: (
+            f"steps that go over to compiled code are not captured, and there is {case.spelled('kernels.capture')}"
+        ),
+        remedy="drop one of the two",
+    ),
+    _Rule(
         "compile.scope",
         lambda case: case.config.compile.scope != "auto" and case.config.compile.enabled is False,
         lambda case: "chooses what to compile as one, but compiling is off",

@@ -539,6 +539,14 @@ class CompileSection(Section):
         "which takes the compiler a fraction of the time; or both: the blocks, and the loss function around them "
         "(auto: measured where compiling is auto; otherwise loss)",
     )
+    from_step: Annotated[Annotated[int, Field(ge=0)] | Literal["ready"] | None, Flag("compile-from"), Planned()] = (
+        Field(
+            None,
+            description="compile in the background: ready trains eagerly while another process compiles, and goes over "
+            "to the compiled code once it is there; a number goes over after so many steps; needs --compile "
+            "(auto: compile before the first step)",
+        )
+    )
     only: Annotated[tuple[str, ...], Flag("compile-only")] = Field(
         (),
         description="compile only the modules with these names, such as router or blocks.0, instead of the whole loss; "

@@ -21,11 +21,13 @@ LONGEST_NAME_BYTES = 200  # file systems take 255, and a number may follow
 ALLOWED_NAMES = f"text of up to {LONGEST_NAME_BYTES} bytes without slashes and control characters, other than . and .."
 _JOB, _LOCK, _FINISHED, _STEPS = "job.yaml", ".lock", "finished.json", "steps.jsonl"
 _LOCK_LAYOUT = "hhqqi"  # struct flock, as Linux has it on 64 bits: type, whence, start, length, pid
+SWITCH = "compiled_from.json"  # of a run that went over to code which was compiled in the background
 _OF_A_START = (
     "events.jsonl",
     "crash.json",
     "memory.json",
     "bad_steps.json",
+    SWITCH,
 )  # left by a start that did no step; not for another job
 CHECKPOINTS = "checkpoints"  # where a run keeps them
 # What a row of steps.jsonl has of itself, and `time`, for readers that add one: no logged value has such a name.
@@ -239,6 +241,20 @@ class RunFolder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def write_switch(folder: Path, num_steps: int) -> None:
+    """Keep after how many steps a run goes over to code that was compiled in the background."""
+    write_atomically(folder / SWITCH, json.dumps({"num_eager_steps": num_steps}) + "\n")
+
+
+def read_switch(folder: Path) -> int | None:
+    """Return after how many steps a run went over to compiled code; None if it did not yet."""
+    try:
+        found = json.loads((folder / SWITCH).read_text(encoding="utf-8"))
+        return int(found["num_eager_steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def write_atomically(path: Path, content: str | bytes, writer: str = "") -> Path:

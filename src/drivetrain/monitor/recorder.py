@@ -247,7 +247,7 @@ class NoRunRecorder:
     def last_words(self, finished: bool, steps: int, because: str = "") -> None:
         pass
 
-    def replan(self, planned: Mapping[str, Any], micro_batch: int) -> None:
+    def replan(self, planned: Mapping[str, Any], micro_batch: int, way: str) -> None:
         pass
 
 
@@ -336,9 +336,9 @@ class RunRecorder(NoRunRecorder):
         self._sampler: Sampler | None = None
         self._profiler: StepProfiler | None = None
 
-    def replan(self, planned: Mapping[str, Any], micro_batch: int) -> None:
-        """Write the plan again, with other micro-batches: those before ran out of memory."""
-        _write_plan(self._folder, self._facts.plan.divided(micro_batch), planned)
+    def replan(self, planned: Mapping[str, Any], micro_batch: int, way: str) -> None:
+        """Write the plan again: micro-batches are smaller since memory ran out, or compiled code is ready."""
+        _write_plan(self._folder, replace(self._facts.plan.divided(micro_batch), way=way), planned)
 
     def __enter__(self) -> Self:
         facts, plan = self._facts, self._facts.plan

@@ -45,6 +45,7 @@ class StepWay(Value):
     reshard: bool = True  # whether a sharded unit's weights are freed between its forward and its backward
     unit_blocks: int = 1  # of a sharded model, that are gathered together
     gather_ahead: int = 0  # units of a sharded model, while another one computes; 0: as torch does it
+    compiled_from: int | None = 0  # the number of steps that run eagerly before compiled ones; None: until it is ready
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (knob.in_words(getattr(self, knob.field)) for knob in KNOBS)))
@@ -64,12 +65,17 @@ class StepWay(Value):
         """Whether each repeated block of the model is compiled by itself."""
         return self.compile_mode is not None and self.compile_scope != "loss"
 
+    @property
+    def draws_as_eager(self) -> bool:
+        """Whether compiled code has to draw the random numbers that eager code draws: a run has steps of both."""
+        return self.compiled_from != 0
+
     @model_validator(mode="before")
     @classmethod
-    def _without_scope(cls, values: Any) -> Any:
-        """What would be compiled as one makes no difference to steps that are not compiled."""
+    def _without_compiling(cls, values: Any) -> Any:
+        """Drop what only compiled steps have, where steps are not compiled."""
         if isinstance(values, dict) and values.get("compile_mode") is None:
-            return {**values, "compile_scope": "loss"}
+            return {**values, "compile_scope": "loss", "compiled_from": 0}
         return values
 
     def but(self, **changes: object) -> "StepWay":
@@ -291,6 +297,20 @@ def _tell_compile_scope(outcome: PlanningOutcome) -> Choice[str] | None:
     return Choice(value=outcome.way.compile_scope, reason=f"{what}{f'; {asked}' if asked else ''}")
 
 
+def _compiled_from(asked: Asked) -> int | None:
+    step = asked.read("compile.from_step")
+    return None if step == "ready" else int(step or 0)
+
+
+def _tell_compiled_from(outcome: PlanningOutcome) -> Choice[Any] | None:
+    step = outcome.way.compiled_from
+    if step == 0:
+        return None
+    if step is None:
+        return Choice(value="ready", reason=f"{ASKED_FOR}: steps are eager until another process has compiled them")
+    return Choice(value=step, reason=f"the first {step:,} steps are eager, and those after them compiled")
+
+
 # CUDA graphs
 
 
@@ -419,6 +439,15 @@ KNOBS: tuple[Knob, ...] = (
         told=(PlanLine("compile.scope", _tell_compile_scope),),
     ),
     Knob(
+        field="compiled_from",
+        settings=("compile.from_step",),
+        words="the step from which compiled code is used",
+        in_words=lambda step: {None: "from when it is ready", 0: ""}.get(step, f"from step {(step or 0) + 1}"),
+        by_rule=_compiled_from,
+        stage="compile",
+        told=(PlanLine("compile.from_step", _tell_compiled_from),),
+    ),
+    Knob(
         field="capture",
         settings=("kernels.capture",),
         words="capturing",
@@ -539,7 +568,7 @@ def settled_choices(outcome: PlanningOutcome, workers: Choice[Any] | None) -> di
 
 
 # Choices that come after all others in a plan, in this order.
-_AT_THE_END = ("kernels.num_threads", "distributed.expert_rest", "compile.mode", "compile.scope")
+_AT_THE_END = ("kernels.num_threads", "distributed.expert_rest", "compile.mode", "compile.scope", "compile.from_step")
 
 
 def knobs_of(*stages: Stage) -> Iterator[Knob]:

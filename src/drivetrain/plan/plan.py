@@ -137,6 +137,14 @@ class Plan(Value):
         settled = {**self.settled, "compile.enabled": f"nothing can be compiled here: {why}"}
         return self.model_copy(update={"choices": choices, "settled": settled})
 
+    def compiled_from(self, num_steps: int, why: str) -> Self:
+        """Return the same plan, where it is settled after how many eager steps compiled ones follow."""
+        name = "compile.from_step"
+        if name not in self.choices:
+            return self
+        choice = self.choices[name].model_copy(update={"value": num_steps, "reason": why})
+        return self.model_copy(update={"choices": {**self.choices, name: choice}})
+
     def _how(self) -> str:
         if self.machine:
             return f"for {self.machine}, by rule and memory model; nothing was measured there"
@@ -167,6 +175,11 @@ class PlannedRun:
     def but(self, **changes: Any) -> "PlannedRun":
         """Return a copy in which some fields of the way differ."""
         return replace(self, way=self.way.but(**changes))
+
+    def compiled_from(self, num_steps: int, why: str) -> "PlannedRun":
+        """Return a copy in which it is settled after how many eager steps compiled ones follow."""
+        plan = None if self.plan is None else self.plan.compiled_from(num_steps, why)
+        return replace(self.but(compiled_from=num_steps), plan=plan)
 
     def not_captured(self, why: str) -> "PlannedRun":
         """Return a copy for steps that turned out not to be capturable."""

@@ -27,6 +27,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.log import notice
 from drivetrain.core.precision import RECIPES, fits_fp8
 from drivetrain.core.processes import SetAside
+from drivetrain.core.run_folder import read_switch
 from drivetrain.core.value import FP8_CAPABILITY, Fp8Recipe
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import Division
@@ -50,8 +51,8 @@ from drivetrain.plan.tune import (
     tune,
 )
 from drivetrain.planning.description import described, facts_of
+from drivetrain.planning.fresh_process import CONTEXT_BYTES, RepeatProbe
 from drivetrain.planning.probe import Journal, StepProbe, measured_data_path
-from drivetrain.planning.repeat import RepeatProbe
 from drivetrain.planning.trials import TRIED, ShardedProbe, why_not_read, why_not_tried, with_micro_batch
 from drivetrain.run.assemble import make_loader, takes_any_number
 from drivetrain.run.memory import explained
@@ -82,7 +83,6 @@ COMPILE_SHARE = {"cuda": 0.12, "cpu": 0.05}  # on a CPU it gains less, and less 
 # a minute for it, or a smaller share.
 REPEAT_START_SECONDS = {"cuda": 15.0, "cpu": 5.0}
 REPEAT_STEPS, REPEAT_SHARE, REPEAT_SECONDS, LONG_SHARE = 16, 0.05, 60.0, 0.005
-CONTEXT_BYTES = 1 << 30  # that a process holds on a GPU besides its tensors
 # What FP8 has to gain to be offered, the steps over which losses are compared, and the share of the job for both.
 LEAST_OFFER, OFFER_STEPS, OFFER_SHARE = 1.05, 20, 0.005
 READING_SECONDS = 0.5  # that measuring what reading takes may take
@@ -180,6 +180,8 @@ def _planned(run: Session, model: nn.Module, checkpoint: Checkpoint | None, on_p
         if recorded is not None:
             return _resumed(run, model, checkpoint, recorded)
         planned = _with_division_kept(run, checkpoint, planned)
+    if planned.way.compiled_from != 0:  # compiling is for another process: here, nothing waits for it
+        planned = planned.but(compile_mode=None)
     if not planned.keeps_micro_batch and "micro_batch" not in run.pinned():
         planned = with_micro_batch(run, model, planned)
     steps_done = 0 if checkpoint is None else checkpoint.step
@@ -187,10 +189,12 @@ def _planned(run: Session, model: nn.Module, checkpoint: Checkpoint | None, on_p
     if why_not:
         planned = replace(planned, repeatability=Repeatability(reason=f"not measured: {why_not}"))
         is_closed = run.config.plan.file is not None or _has_few_steps(run, steps_done)
+        planned = _compiled_later(run, planned)
         return replace(planned, plan=described(run, model, planned, None, why=why_not, is_closed=is_closed))
     try:
         return measured(run, model, planned, steps_done, on_probe, is_short_of_time=True)
     except NotMeasuredError as error:  # if the job itself is at fault, its first step shows where
+        planned = _compiled_later(run, planned)
         return replace(planned, plan=described(run, model, planned, None, why=f"by rule: {error.message}"))
 
 
@@ -203,6 +207,18 @@ def _resumed(run: Session, model: nn.Module, checkpoint: Checkpoint, way: StepWa
         planned = replace(planned, repeatability=Repeatability.model_validate(recorded["repeatable"]))
     why = _why_resumed(run, checkpoint, planned)
     return replace(planned, plan=described(run, model, planned, None, why=why, is_closed=True))
+
+
+def _compiled_later(run: Session, planned: PlannedRun) -> PlannedRun:
+    """Return the same with what is asked for once steps are compiled in the background; planning ran eager steps."""
+    asked = run.planned.way
+    if asked.compiled_from == 0:
+        return planned
+    later = {name: getattr(asked, name) for name in ("compile_mode", "compile_scope", "compiled_from")}
+    path = getattr(run, "path", None)  # without one, nothing is trained
+    if asked.compiled_from is None and path is not None:
+        later["compiled_from"] = read_switch(path)  # by an earlier start that left no checkpoint
+    return planned.but(capture=False, **later)
 
 
 def _with_division_kept(run: Session, checkpoint: Checkpoint, planned: PlannedRun) -> PlannedRun:
@@ -309,6 +325,7 @@ def measured(
     planned = replace(
         planned, way=way, repeatability=repeatability, data_path=planned.data_path if data is None else data.value
     )
+    planned = _compiled_later(run, planned)
     plan = described(run, model, planned, tuned, data=data)
     return replace(planned, plan=plan.model_copy(update={"notes": tuple(notes), "seconds": search.clock()}))
 

@@ -147,7 +147,7 @@ def _config_of(case: Case, config: Config) -> Config:
             "batch": changed(fresh.batch, size=case.micro_batch, loss_weighting=config.batch.loss_weighting),
             "moe": config.moe,
             "data": changed(config.data, num_workers=case.num_workers),
-            "compile": changed(config.compile, enabled=False),
+            "compile": changed(config.compile, enabled=False, from_step=None),
             "plan": changed(fresh.plan, auto_optimize=False, cache=False),
             "distributed": changed(config.distributed, strategy=strategy, timeout_seconds=60.0, init_method=None),
             "deepspeed": config.deepspeed,

@@ -177,7 +177,7 @@ def _compile_parts(run: Session, model: nn.Module) -> None:
     if mode is None:
         return
     if run.config.compile.only:
-        compile_named(model, run.config.compile.only, mode, fixed=fixed)
+        compile_named(model, run.config.compile.only, mode, fixed=fixed, draws_as_eager=run.way.draws_as_eager)
     elif run.shards:
         compile_blocks(model, mode, shares_experts=run.experts is not None, fixed=fixed)
     elif run.way.compiles_blocks:
@@ -186,7 +186,8 @@ def _compile_parts(run: Session, model: nn.Module) -> None:
                 f"--compile-scope {run.way.compile_scope}: no repeated blocks were found in the model",
                 remedy="keep them in an nn.ModuleList or nn.Sequential, or use --compile-scope loss",
             )
-        compile_repeated(model, mode, varying_dims_of(run.job.loss_function), fixed=fixed)
+        dims = varying_dims_of(run.job.loss_function)
+        compile_repeated(model, mode, dims, fixed=fixed, draws_as_eager=run.way.draws_as_eager)
 
 
 def callable_model(run: Session) -> Prepared:
@@ -206,7 +207,9 @@ def called_loss_of(run: Session) -> LossFunction | None:
     is_whole = run.way.compiles_loss and not run.shards and not run.config.compile.only
     if not is_whole:
         return None
-    return compiled(run.job.loss_function, run.way.compile_mode or "default", fixed=run.way.repeat != "off")
+    way = run.way
+    mode, fixed = way.compile_mode or "default", way.repeat != "off"
+    return compiled(run.job.loss_function, mode, fixed=fixed, draws_as_eager=way.draws_as_eager)
 
 
 def couples_samples(model: nn.Module) -> bool:

@@ -188,7 +188,7 @@ class StepRetry:
         run.follow(planned)
         tell_cap(run, self._recorder, step)
         if planned.plan is not None:
-            self._recorder.replan(planned.plan.as_plain(), size)
+            self._recorder.replan(planned.plan.as_plain(), size, str(run.way))
 
 
 def note_shortage(

@@ -25,7 +25,7 @@ from drivetrain.core.optimizers import Turn
 from drivetrain.core.plugins import strategy_facts
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.processes import refuse_while_importing
-from drivetrain.core.run_folder import Extension, RunFolder
+from drivetrain.core.run_folder import Extension, RunFolder, read_switch
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
@@ -335,7 +335,11 @@ class Session:
         if recorded["world_size"] != self.world.size or recorded.get("machine") != self.machine():
             return None
         pinned = {name: getattr(self.way, name) for name in self.pinned()}
-        return StepWay.model_validate(recorded["way"] | pinned)
+        way = StepWay.model_validate(recorded["way"] | pinned)
+        if way.compiled_from is None:  # the step may have been settled: before the checkpoint, or after it
+            of_checkpoint = StepWay.model_validate(recorded["way"]).compiled_from
+            return way.but(compiled_from=of_checkpoint or read_switch(self.path))
+        return way
 
     def _data_followed(self) -> dict[str, Any] | None:
         """Return how samples reach the device, where that was measured."""
@@ -386,6 +390,8 @@ class Session:
             return f"asked for, but nothing can be compiled here: {self.planned.why_not_compiled}"
         if self.way.compile_mode is None:
             return "not asked for" if self.config.compile.enabled is not None else "not used"
+        if self.way.compiled_from is None:
+            return "in the background: it was not done before the run ended"
         graphs = num_graphs()
         return f"{graphs} graphs in mode {self.way.compile_mode}" if graphs else "asked for, but nothing was compiled"
 

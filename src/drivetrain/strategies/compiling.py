@@ -68,22 +68,38 @@ def tell_compiling() -> None:
     dynamo.callback_handler.register_end_callback(end)
 
 
-def compile_named(model: nn.Module, names: Sequence[str], mode: str, *, fixed: bool = False) -> None:
+def compile_named(
+    model: nn.Module, names: Sequence[str], mode: str, *, fixed: bool = False, draws_as_eager: bool = False
+) -> None:
     """Compile the forward of the modules with these names, in place."""
-    compile_each([module for name in names for module in modules_named(model, name)], mode, fixed=fixed)
+    modules = [module for name in names for module in modules_named(model, name)]
+    compile_each(modules, mode, fixed=fixed, draws_as_eager=draws_as_eager)
 
 
-def compile_repeated(model: nn.Module, mode: str, varying_dims: Sequence[int] = (), *, fixed: bool = False) -> None:
+def compile_repeated(
+    model: nn.Module,
+    mode: str,
+    varying_dims: Sequence[int] = (),
+    *,
+    fixed: bool = False,
+    draws_as_eager: bool = False,
+) -> None:
     """Compile the forward of each repeated block, in place.
 
     Of a loss function that says which dimensions of its batches vary (`varying_dims`), the same dimensions of what a
     block is given are taken to vary.
     """
-    compile_each(list(repeated_blocks(model).values()), mode, varying_dims, fixed=fixed)
+    blocks = list(repeated_blocks(model).values())
+    compile_each(blocks, mode, varying_dims, fixed=fixed, draws_as_eager=draws_as_eager)
 
 
 def compile_each(
-    modules: Sequence[nn.Module], mode: str, varying_dims: Sequence[int] = (), *, fixed: bool = False
+    modules: Sequence[nn.Module],
+    mode: str,
+    varying_dims: Sequence[int] = (),
+    *,
+    fixed: bool = False,
+    draws_as_eager: bool = False,
 ) -> None:
     """Compile the forward of each module by itself, in place. Its hooks run outside of what is compiled.
 
@@ -93,7 +109,8 @@ def compile_each(
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, GRAPHS_PER_MODULE * len(modules))
     for module in modules:
-        module.forward = _CompiledForward(module, compile_options(mode, fixed=fixed), tuple(varying_dims))
+        options = compile_options(mode, fixed=fixed, draws_as_eager=draws_as_eager)
+        module.forward = _CompiledForward(module, options, tuple(varying_dims))
 
 
 def forget_compiled(model: nn.Module) -> None:
@@ -163,14 +180,15 @@ def num_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def compiled(loss: LossFunction, mode: str, *, fixed: bool = False) -> LossFunction:
+def compiled(loss: LossFunction, mode: str, *, fixed: bool = False, draws_as_eager: bool = False) -> LossFunction:
     """Compile the loss function, with what it logs as an output.
 
-    With `fixed`, no kernel whose choice changes results is chosen by timing. A loss function that says which dimensions
+    With `fixed`, no kernel whose choice changes results is chosen by timing. With `draws_as_eager`, dropout and the
+    like draw the random numbers that they draw in eager steps. A loss function that says which dimensions
     of its batches vary (`varying_dims`) is compiled once for all sizes, instead of once for the first size and once
     more for all when the second comes.
     """
-    called = torch.compile(logging_loss(loss), **compile_options(mode, fixed=fixed))
+    called = torch.compile(logging_loss(loss), **compile_options(mode, fixed=fixed, draws_as_eager=draws_as_eager))
     varying = varying_dims_of(loss)
     if not varying:
         return called
@@ -192,11 +210,13 @@ def _of_any_size(dims: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def compile_options(mode: str, *, fixed: bool) -> dict[str, Any]:
+def compile_options(mode: str, *, fixed: bool, draws_as_eager: bool = False) -> dict[str, Any]:
     """Return the arguments of `torch.compile`. A mode is a set of options, and torch takes either a mode or options."""
-    if not fixed:
+    if not fixed and not draws_as_eager:
         return {"mode": mode}
     of_mode = torch._inductor.list_mode_options(mode) if mode != "default" else {}
+    if not fixed:
+        return {"options": {**of_mode, "fallback_random": True}}
     # With deterministic algorithms on, the generator that inductor puts into compiled dropout draws other numbers in
     # each call, whatever the seed (torch 2.11): torch's own is called instead, which draws what an eager step draws.
     return {"options": {**of_mode, "deterministic": True, "fallback_random": True}}

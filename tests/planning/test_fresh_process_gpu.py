@@ -15,7 +15,7 @@ from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core import precision
 from drivetrain.planning import planner
-from tests.planning.test_repeat import plan_of
+from tests.planning.test_fresh_process import plan_of
 
 pytestmark = pytest.mark.gpu
 

@@ -1,8 +1,15 @@
-"""Tests whether steps repeat bit by bit: twice in this process, and in a fresh one where that can make the job.
+"""Runs the first steps of a job in a fresh process: to see whether they repeat, and to compile in the background.
 
 The first steps of a job are run as `train` would, on a copy of its model, and the bits of what came out are kept. A
 fresh process gets the job as a restart would: it runs the target again (the recipe, the function, or the script up to
-its first `dt.train`). It has its own empty compile caches, since kernels are chosen by timing when they are compiled.
+its first `dt.train`).
+
+Whether steps repeat bit by bit is tried twice in this process, and in a fresh one with its own empty compile caches,
+since kernels are chosen by timing when they are compiled.
+
+To compile in the background, the fresh process fills the compiler's caches while the run trains eagerly, and the run
+then finds there what it needs. Timing decides at which step that is, and compiled steps round otherwise than eager
+ones: so the number of that step is on disk before it is run, and a run that is resumed goes over at the same one.
 """
 
 import gc
@@ -15,21 +22,28 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.isolation import copied, untouched
 from drivetrain.core.launchers import CHANNEL, without_launcher
+from drivetrain.core.log import notice
+from drivetrain.core.metrics import StepRecord
 from drivetrain.core.precision import as_real
+from drivetrain.core.run_folder import write_switch
+from drivetrain.core.value import format_duration
 from drivetrain.core.world import World, synchronize
 from drivetrain.data.division import Division
 from drivetrain.loop.read_back import Reading
+from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.tune import Bits, RepeatTrial
 from drivetrain.run.assemble import assemble, make_loader, make_stepper, trial_of
@@ -45,6 +59,9 @@ _CHUNK = 1 << 22
 _ODD = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
 CHILD = "drivetrain.commands.in_process"
 LONGEST_SECONDS = 600.0  # that a process may take for one answer
+CONTEXT_BYTES = 1 << 30  # that a process holds on a GPU besides its tensors
+NICENESS = 5  # of the process that compiles: training goes first
+SETTLING_STEPS, TIMED_STEPS = 3, 20  # after the switch: left out, and compared with as many before
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
@@ -168,7 +185,15 @@ class ChildError(Exception):
 class Child:
     """A fresh process that makes the job again, and answers questions about its first steps."""
 
-    def __init__(self, run: Session, target: str, folder: Path) -> None:
+    def __init__(self, run: Session, target: str, folder: Path, *, own_caches: bool = True) -> None:
+        """Start the process.
+
+        Args:
+            run: The run whose job it makes.
+            target: What it runs to get the job.
+            folder: A folder to make, for its output and caches.
+            own_caches: Whether it compiles everything anew, and for itself alone.
+        """
         folder.mkdir()
         self._log = folder / "output.txt"
         theirs_in, self._to = os.pipe()
@@ -176,7 +201,7 @@ class Child:
         self._rest = b""
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
-        caches = {name: str(folder / cache) for name, cache in CACHES.items()}
+        caches = {name: str(folder / cache) for name, cache in CACHES.items()} if own_caches else {}
         environment = {**without_launcher(os.environ), **caches, "PYTHONPATH": path}
         environment.pop(CHANNEL, None)  # the supervisor listens to this process
         with self._log.open("wb") as log:
@@ -203,17 +228,29 @@ class Child:
         with suppress(OSError):  # a process that is gone does not answer: that says why
             os.write(self._to, json.dumps(message).encode() + b"\n")
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def answer(self) -> dict[str, Any]:
         """Return the answer of the process. The host waits here for it."""
         deadline = time.monotonic() + LONGEST_SECONDS
-        while b"\n" not in self._rest:
-            ready = select.select([self._from], [], [], max(0.0, deadline - time.monotonic()))[0]
-            if not ready:
+        while (found := self.poll(max(0.0, deadline - time.monotonic()))) is None:
+            if time.monotonic() >= deadline:
                 raise ChildError(f"a fresh process took more than {LONGEST_SECONDS:.0f} s")
+        return found
+
+    def poll(self, seconds: float = 0.0) -> dict[str, Any] | None:
+        """Return the next answer of the process; None if it is not there within some seconds."""
+        if b"\n" not in self._rest:
+            if not select.select([self._from], [], [], seconds)[0]:
+                return None
             read = os.read(self._from, 1 << 20)
             if not read:
                 raise ChildError(f"a fresh process ended without an answer{self._last_words()}")
             self._rest += read
+            if b"\n" not in self._rest:
+                return None
         line, _, self._rest = self._rest.partition(b"\n")
         found: dict[str, Any] = json.loads(line)
         if "error" in found:
@@ -341,3 +378,155 @@ def _own_caches(folder: Path) -> Iterator[None]:
                 os.environ.pop(name)
             else:
                 os.environ[name] = value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Compiling in the background
+
+
+def refuse_background(run: Session) -> None:
+    """Raise if the run is asked to go over to compiled code and cannot: only one process with a whole model can."""
+    if run.way.compiled_from == 0:
+        return
+    if run.world.size > 1:
+        why = f"{run.world.size} processes train this job"
+    elif run.shards or len(run.devices) > 1:
+        why = "the model is sharded" if run.shards else f"{len(run.devices)} GPUs share a step"
+    else:
+        return
+    message = f"{why}, and only a run of one process on one device goes over to compiled code while it trains"
+    raise ConfigError([Problem("--compile-from", message, remedy="leave it out: --compile compiles before step 1")])
+
+
+class CompileSwitch:
+    """Holds a run to eager steps until its compiled code is used. A context around all that runs the model."""
+
+    def __init__(self, run: Session, first_step: int) -> None:
+        """Look whether there is anything to wait for.
+
+        Args:
+            run: The run, as it is planned.
+            first_step: How many steps were done before.
+        """
+        self._run, self._began = run, time.monotonic()
+        self._child: Child | None = None
+        self._folder: Path | None = None
+        self._recorder: RunRecorder | NoRunRecorder = NoRunRecorder()
+        self._eager_seconds: deque[float] = deque(maxlen=TIMED_STEPS)  # of the steps before the switch
+        self._compiled_seconds: list[float] = []  # of those after it
+        self._went_over_after: int | None = None  # how many steps
+        way = run.way
+        self.is_eager = way.compiled_from is None or first_step < way.compiled_from
+        why_not = _why_at_once(run) if self.is_eager else ""
+        if why_not and way.compiled_from is None:
+            self.is_eager = False
+            run.follow(run.planned.compiled_from(0, f"before the first step: {why_not}"))
+            if not run.quiet:
+                notice(f"--compile-from ready is not obeyed, compiling comes before training: {why_not}")
+        self._starts_child = self.is_eager and not why_not
+
+    def __enter__(self) -> Self:
+        if self._starts_child:
+            self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-compile-"))
+            self._child = Child(self._run, target_to_rerun(), self._folder / "fresh", own_caches=False)
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._child.pid, NICENESS)
+            self._child.tell({"bits": self._run.way.model_dump(mode="json")})
+        if self.is_eager:
+            torch.compiler.set_stance("force_eager")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.is_eager:
+            torch.compiler.set_stance("default")
+        self._end_child()
+
+    def before_steps(
+        self, others: Callable[[int], None] | None, recorder: RunRecorder | NoRunRecorder
+    ) -> Callable[[int], None] | None:
+        """Return the function to call before each step, numbered from 1. `others` is called as well."""
+        if not self.is_eager:
+            return others
+        self._recorder = recorder
+
+        def before_step(step: int) -> None:
+            if self.is_eager and self._is_time(step - 1):
+                self._go_over(step - 1)
+            if others is not None:
+                others(step)
+
+        return before_step
+
+    def observe(self, record: StepRecord) -> None:
+        """Tell once, from the seconds of the steps around the switch, how much faster compiled ones are."""
+        if len(self._compiled_seconds) == SETTLING_STEPS + TIMED_STEPS:
+            return
+        if self.is_eager:
+            self._eager_seconds.append(record.seconds)
+        elif self._went_over_after is not None and record.step > self._went_over_after:
+            self._compiled_seconds.append(record.seconds)
+            if len(self._compiled_seconds) == SETTLING_STEPS + TIMED_STEPS and len(self._eager_seconds) == TIMED_STEPS:
+                compiled_seconds = statistics.median(self._compiled_seconds[SETTLING_STEPS:])
+                gain = statistics.median(self._eager_seconds) / compiled_seconds
+                self._recorder.event("compiled steps", step=record.step, gain=round(gain, 4))
+                self._recorder.say(f"  compiling  steps are {gain:.2f} times as fast as before")
+
+    def _is_time(self, num_done: int) -> bool:
+        """Return whether the step after `num_done` steps is the first that is compiled."""
+        if self._run.way.compiled_from is not None:
+            return num_done >= self._run.way.compiled_from
+        if self._child is None:  # it failed
+            return False
+        try:
+            answer = self._child.poll()
+            if answer is None or "bits" not in answer:
+                return False
+            problem = Bits.model_validate(answer["bits"]).problem
+        except ChildError as error:
+            problem = str(error)
+        self._end_child()
+        if problem:
+            self._recorder.event("compiling failed", step=num_done, error=problem)
+            self._recorder.say(f"  compiling  failed in the background, and steps stay eager: {problem}")
+        return not problem
+
+    def _go_over(self, num_done: int) -> None:
+        """Use compiled code from here on. The step is on disk before it is run."""
+        run, seconds = self._run, time.monotonic() - self._began
+        if run.way.compiled_from is None:
+            write_switch(run.path, num_done)
+            planned = run.planned.compiled_from(num_done, f"compiled in the background in {format_duration(seconds)}")
+            run.planned = planned
+            if planned.plan is not None:
+                self._recorder.replan(planned.plan.as_plain(), run.way.micro_batch, str(run.way))
+        self._end_child()
+        self.is_eager, self._went_over_after = False, num_done
+        torch.compiler.set_stance("default")
+        self._recorder.event("compiled from here", step=num_done, seconds=round(seconds, 3))
+        self._recorder.say(
+            f"  compiling  done in the background: steps are compiled from step {num_done + 1:,} on, and when resumed"
+        )
+
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.close()
+        self._child = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
+
+
+def _why_at_once(run: Session) -> str:
+    """Return why no other process compiles for the run; empty if one can."""
+    if not target_to_rerun():
+        return "no other process can make this job, since it is not the first of a script or function"
+    if run.world.device.type != "cuda":
+        return ""
+    plan = run.planned.plan
+    peak = None if plan is None else plan.forecast.run_peak_bytes
+    if peak is None:
+        return "the memory that a step takes was not measured, and another process needs as much"
+    has_room = 2 * peak + CONTEXT_BYTES <= run.free_bytes() * run.config.memory.gpu_fraction
+    return "" if has_room else "the GPU's memory does not hold the model and its optimizer twice"

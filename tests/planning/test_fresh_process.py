@@ -21,8 +21,8 @@ from drivetrain.config import configure
 from drivetrain.core.world import World
 from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.tune import Repeatability, RepeatTrial
-from drivetrain.planning import planner, repeat
-from drivetrain.planning.repeat import FirstSteps, _digest
+from drivetrain.planning import fresh_process, planner
+from drivetrain.planning.fresh_process import FirstSteps, _digest
 from drivetrain.run import CHECKPOINTS, Session
 from drivetrain.run.model_factory import build_model
 from tests import warm_python
@@ -170,7 +170,7 @@ def test_what_was_found_is_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
         calls.append(way)
         return RepeatTrial(way=way, repeats=True)
 
-    monkeypatch.setattr(repeat.RepeatProbe, "elsewhere", elsewhere)
+    monkeypatch.setattr(fresh_process.RepeatProbe, "elsewhere", elsewhere)
     monkeypatch.setattr(planner, "MUCH_SLOWER", math.inf)  # else a busy machine has everything measured again
     first = trained(tmp_path / "a", job_of(), deterministic=True)
     second = trained(tmp_path / "b", job_of(), deterministic=True)
