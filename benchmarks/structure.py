@@ -9,8 +9,9 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 SOURCE = Path(__file__).parents[1] / "src" / "drivetrain"
 APART = ("recipes", "hf", "multi_gpu")  # not counted among the files of the runtime
@@ -36,18 +37,51 @@ class Definition(NamedTuple):
         return f"{self.node.name} ({self.file}:{self.node.lineno}, {self.num_lines} lines)"
 
 
+@dataclass(frozen=True)
+class Structure:
+    """The files of the package, and what they define."""
+
+    files: list[Path]
+    runtime: list[Path]  # without what stands on top of the runtime
+    functions: list[Definition]
+    classes: list[Definition]
+
+    @classmethod
+    def of_source(cls) -> Self:
+        files = sorted(SOURCE.rglob("*.py"))
+        everything = [definition for file in files for definition in definitions(file)]
+        return cls(
+            files=files,
+            runtime=[file for file in files if file.relative_to(SOURCE).parts[0] not in APART],
+            functions=[each for each in everything if not isinstance(each.node, ast.ClassDef)],
+            classes=[each for each in everything if isinstance(each.node, ast.ClassDef)],
+        )
+
+    @property
+    def longest_function(self) -> Definition:
+        return max(self.functions, key=lambda each: each.num_lines)
+
+    @property
+    def longest_class(self) -> Definition:
+        return max(self.classes, key=lambda each: each.num_lines)
+
+    @property
+    def defined_twice(self) -> list[str]:
+        """The names of public classes that stand in several files."""
+        found = defaultdict(set)
+        for each in self.classes:
+            if not each.node.name.startswith("_"):
+                found[each.node.name].add(each.file)
+        return sorted(name for name, where in found.items() if len(where) > 1)
+
+
 def main() -> None:
-    files = sorted(SOURCE.rglob("*.py"))
-    everything = [definition for file in files for definition in definitions(file)]
-    functions = [each for each in everything if not isinstance(each.node, ast.ClassDef)]
-    classes = [each for each in everything if isinstance(each.node, ast.ClassDef)]
-    runtime = [file for file in files if file.relative_to(SOURCE).parts[0] not in APART]
-    print(f"files without {', '.join(APART)}: {len(runtime)} of {len(files)}")
-    print(f"longest function: {max(functions, key=lambda each: each.num_lines)}")
-    print(f"longest class: {max(classes, key=lambda each: each.num_lines)}")
-    twice = defined_twice(classes)
-    print(f"public class names defined twice: {len(twice)}: {', '.join(sorted(twice))}")
-    bare = list(without_subject(files))
+    found = Structure.of_source()
+    print(f"files without {', '.join(APART)}: {len(found.runtime)} of {len(found.files)}")
+    print(f"longest function: {found.longest_function}")
+    print(f"longest class: {found.longest_class}")
+    print(f"public class names defined twice: {len(found.defined_twice)}: {', '.join(found.defined_twice)}")
+    bare = list(without_subject(found.files))
     print(f"docstrings without a subject: {len(bare)}")
     if "--list" in sys.argv[1:]:
         print("\n".join(bare))
@@ -66,14 +100,6 @@ def statements(file: Path) -> Iterator[ast.AST]:
     for node in waiting:  # it grows
         yield node
         waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
-
-
-def defined_twice(classes: list[Definition]) -> set[str]:
-    found = defaultdict(set)
-    for each in classes:
-        if not each.node.name.startswith("_"):
-            found[each.node.name].add(each.file)
-    return {name for name, where in found.items() if len(where) > 1}
 
 
 def without_subject(files: list[Path]) -> Iterator[str]:

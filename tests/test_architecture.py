@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from benchmarks.structure import Structure
 
 PACKAGE = Path(__file__).parents[1] / "src" / "drivetrain"
 
@@ -220,3 +221,11 @@ def test_strategies_share_no_code_that_knows_experts() -> None:
     """What all strategies share meets mixtures through `core/hook.py` only."""
     for file in ("strategies/base.py", "strategies/replicated.py"):
         assert not [each.target for each in imports_of(PACKAGE) if each.file == file and ".moe" in each.target]
+
+
+def test_files_functions_and_classes_stay_few_and_short() -> None:
+    found = Structure.of_source()
+    assert len(found.runtime) <= 195
+    assert found.longest_function.num_lines <= 60, found.longest_function
+    assert found.longest_class.num_lines <= 350, found.longest_class
+    assert found.defined_twice == []

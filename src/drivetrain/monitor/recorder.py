@@ -251,6 +251,13 @@ class NoRunRecorder:
         pass
 
 
+def _step_figures(record: StepRecord, phases: Mapping[str, float]) -> dict[str, float]:
+    figures = {"lr": record.lr, "epoch": float(record.epoch)}
+    if record.grad_norm is not None:
+        figures["grad_norm"] = record.grad_norm
+    return figures | {f"phase_ms/{name}": 1e3 * value for name, value in phases.items()}
+
+
 def _device_figures(sampler: Sampler | None) -> dict[str, float]:
     return {
         f"{device}/{name}": float(value)
@@ -434,11 +441,7 @@ class RunRecorder(NoRunRecorder):
         figures = self._rates(window, seconds)
         self._append("speed", {**row, **figures, "phase_steps": laps.steps, "phases": phases})
         if self._trackers and window:
-            figures |= {"lr": record.lr, "epoch": float(record.epoch)}
-            if record.grad_norm is not None:
-                figures["grad_norm"] = record.grad_norm
-            figures |= {f"phase_ms/{name}": 1e3 * value for name, value in phases.items()}
-            self._track({**figures, **_device_figures(self._sampler)}, record.step)
+            self._track({**figures, **_step_figures(record, phases), **_device_figures(self._sampler)}, record.step)
         self._window, self._window_began = [], time.monotonic()
         self._see_doctor(laps, figures.get("mfu"), is_over=is_over)
         self._pass_messages_on()

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, replace
@@ -108,6 +108,11 @@ def _unread_flags() -> str:
     if not is_plain or not script or num_trained() != 1 or str(Path(sys.argv[0]).absolute()) != script:
         return ""
     return unread_flags(Path(script), sys.argv[1:])
+
+
+def _switch_of(recorded: Mapping[str, Any], folder: Path) -> int | None:
+    """Return after how many steps compiled code was used: known before a checkpoint, or settled after it."""
+    return recorded.get("compiled_from") or read_switch(folder)
 
 
 def target_to_rerun() -> str:
@@ -336,10 +341,7 @@ class Session:
             return None
         pinned = {name: getattr(self.way, name) for name in self.pinned()}
         way = StepWay.model_validate(recorded["way"] | pinned)
-        if way.compiled_from is None:  # the step may have been settled: before the checkpoint, or after it
-            of_checkpoint = StepWay.model_validate(recorded["way"]).compiled_from
-            return way.but(compiled_from=of_checkpoint or read_switch(self.path))
-        return way
+        return way if way.compiled_from is not None else way.but(compiled_from=_switch_of(recorded["way"], self.path))
 
     def _data_followed(self) -> dict[str, Any] | None:
         """Return how samples reach the device, where that was measured."""
