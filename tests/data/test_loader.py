@@ -218,7 +218,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [Noisy(40), SeldomNoisy(120), Pictures(10), TensorDataset(torch.randn(40, 3))],
     ids=["noisy", "seldom", "pictures", "tensors"],
 )
-def test_a_small_set_is_read_here_as_workers_would(dataset: Any, threads: int, started: list[str]) -> None:
+def test_a_small_set_is_read_here_as_workers_would(
+    dataset: Any, threads: int, started: list[str], simulated_clock: SimulatedClock
+) -> None:
     options: dict[str, Any] = {"num_workers": 2, "shuffle": False}
     with num_threads(threads):
         by_workers = drawn_with(loader(dataset, len(dataset), 9, **options))
