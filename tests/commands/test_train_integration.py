@@ -169,7 +169,7 @@ def test_a_script_may_train_several_times(tmp_path: Path) -> None:
     """Each run makes process groups and closes them; ranks are never quite equally fast in that."""
     script = tmp_path / "several.py"
     script.write_text(SEVERAL)
-    done = launch(tmp_path, str(script), str(tmp_path / "runs"))
+    done = launch(tmp_path, str(script), str(tmp_path / "runs"), forks=True)
     assert done.code == 0, done.err
     assert sorted(path.parent.name for path in (tmp_path / "runs").glob("*/finished.json")) == [
         f"run-{number}" for number in range(6)

@@ -2,7 +2,7 @@
 
 A fresh worker takes four seconds of CPU time to import torch. Apart from that these are what they are elsewhere: with
 the same words, environment, streams and open files, in a session of their own, to be killed and waited for. Tests of
-the supervisor without training, and `test_a_script_may_train_several_times`, start fresh interpreters.
+the supervisor without training, and `test_two_processes_from_python`, start fresh interpreters.
 
 `--inside NAME`, as the first words, is `ip netns exec NAME` for a process that is forked, too.
 """

@@ -31,6 +31,19 @@ open(f"listening-{world.rank}", "w").write(" ".join(found))
 world.barrier()
 open(f"sum-{world.rank}", "w").write(f"{total.item()} {world.device} {dist.get_backend()}")
 world.close()
+
+inputs, labels = torch.randn(32, 8, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 3
+job = dt.Job(
+    name="fresh",
+    model=lambda: torch.nn.Linear(8, 3),
+    data=torch.utils.data.TensorDataset(inputs, labels),
+    loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    global_batch=16,
+    epochs=1,
+)
+result = dt.train(job, dt.configure(output_dir="trained", report=False), quiet=True)
+open(f"trained-{world.rank}", "w").write(f"{result.steps} {result.is_main}")
 """
 
 
@@ -42,10 +55,11 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_two_processes_from_python(tmp_path: Path) -> None:
-    """And nothing listens beyond loopback: neither torch's store nor gloo's sockets."""
+    """They train, freshly started, and nothing listens beyond loopback: neither torch's store nor gloo's sockets."""
     job = script(tmp_path, JOB)
     dt.launch_distributed_training(job, 2, cpu=True, output_dir=tmp_path / "runs")
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in (0, 1)] == ["3.0 cpu gloo"] * 2
+    assert [(tmp_path / f"trained-{rank}").read_text() for rank in (0, 1)] == ["2 True", "2 False"]
     listening = [(tmp_path / f"listening-{rank}").read_text().split() for rank in (0, 1)]
     assert len(listening[0]) >= 2  # the store's, and gloo's own
     assert {address for addresses in listening for address in addresses} == {"0100007F"}
