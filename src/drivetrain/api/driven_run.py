@@ -57,9 +57,8 @@ from drivetrain.run import (
     write_down,
 )
 from drivetrain.run.assemble import RunParts, assemble, division_of, make_loader, make_stepper, make_validation, resume
-from drivetrain.run.loss_probe import leaves_labels_out, looks_like_a_sum
-from drivetrain.run.loss_weighting import BATCH_NORM, settle_own_loop
-from drivetrain.run.model_factory import Prepared, callable_model, couples_samples
+from drivetrain.run.loss_weighting import settle_own_loop
+from drivetrain.run.model_factory import Prepared, callable_model
 from drivetrain.run.refusals import changes_since_start, keep_fingerprint
 from drivetrain.run.saver import CheckpointSaver
 from drivetrain.strategies import Trial
@@ -578,56 +577,20 @@ class GradientWatch:
 
     Args:
         trained: The parameters with gradients; empty where gradients are sharded.
-        model: The model.
-        session: The run.
-        say: Prints a line.
+        scales_loss: Whether gradients are scaled until the optimizer steps.
     """
 
-    def __init__(
-        self, trained: Sequence[Tensor], model: nn.Module, session: Session, say: Callable[[str], None]
-    ) -> None:
-        self._trained, self._scales_loss = trained, session.precision.scales_loss
+    def __init__(self, trained: Sequence[Tensor], *, scales_loss: bool) -> None:
+        self._trained, self._scales_loss = trained, scales_loss
         self._versions: list[int] | None = None
-        self._has_peers, self._model, self._say = session.world.size > 1, model, say
-        # How many batches are looked at, for a loss that is no mean over samples.
-        self._num_left = COUNTED_STEPS if session.weighting.reason == "not measured" else 0
 
-    def check(self, micro: MicroBatch, loss: Any) -> None:
-        """Raise if the gradients of the batches before are gone; tell, once, of a loss that is not divided as it is."""
-        if self._num_left:
-            self._tell_of_division(micro, loss)
+    def check(self, micro: MicroBatch) -> None:
+        """Raise if the gradients of the batches before are gone."""
         if micro.number and self._trained and all(parameter.grad is None for parameter in self._trained):
             raise DrivetrainError(
                 "the gradients were cleared between two batches of one step",
                 remedy="leave optimizer.zero_grad() out: gradients are cleared after they were used",
             )
-
-    def _tell_of_division(self, micro: MicroBatch, loss: Any) -> None:
-        """Say, where a step is divided, why its batches together are not the whole one."""
-        is_first, self._num_left = self._num_left == COUNTED_STEPS, self._num_left - 1
-        if not self._has_peers and micro.is_last and not micro.number:
-            return
-        lines = []
-        if is_first and couples_samples(self._model):
-            lines.append(
-                f"{BATCH_NORM}: what is learned depends on how many batches a step is divided into (group or layer "
-                "normalization does not depend on it)"
-            )
-        if is_first and isinstance(loss, Tensor) and looks_like_a_sum(loss, max(1, micro.num_samples)):
-            lines.append(
-                "it looks like a sum over its batch, and is taken for a mean, so its gradients depend on how many "
-                "batches a step is divided into. --loss-weighting sum adds them up, as in a loop without "
-                "micro-batches; run.backward(dt.LossSum(sum, count)) divides by the count"
-            )
-        if isinstance(loss, Tensor) and leaves_labels_out(loss):
-            self._num_left = 0
-            lines.append(
-                "it is a mean over labels that are not ignored, or over class weights, and is taken for a mean over "
-                "samples, so its gradients depend on how a step is divided. run.backward(dt.LossSum(sum, count)) "
-                'divides by the count: cross_entropy(…, reduction="sum") and (labels != -100).sum()'
-            )
-        for line in lines:
-            self._say(f"  loss       {line}")
 
     def note(self, micro: MicroBatch, loss: Any) -> None:
         """Remember the gradients after a backward, where the loop must not change them before `run.step`."""

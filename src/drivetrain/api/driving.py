@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from drivetrain.api.divided_steps import DivisionWatch
 from drivetrain.api.driven_run import (
     Closure,
     DrivenRun,
@@ -260,7 +261,9 @@ class Drive:
         self.model: Any = parts.model if driven.called_model is None else driven.called_model
         self._plain, self._optimizer = parts.model, parts.optimizer
         trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
-        self._gradients = GradientWatch(trained, parts.model, session, driven.recorder.say)
+        self._gradients = GradientWatch(trained, scales_loss=session.precision.scales_loss)
+        is_called = driven.called_model is None
+        self._division = DivisionWatch(session, parts.model, driven.recorder.say, is_called=is_called)
         self._watch = LoopWatch(self, driven, has_turns=self._turns is not None)
         self._shares_buffers = session.world.size > 1 and session.config.distributed.broadcast_buffers
         self._around_forward = around_forward(parts.given)
@@ -383,7 +386,8 @@ class Drive:
         self._leave_forward()
         if isinstance(loss, Tensor | LossSum):
             check_objective(loss.total if isinstance(loss, LossSum) else loss, self._plain, self.turn)
-        self._gradients.check(micro, loss)
+        self._division.judge(micro, loss)
+        self._gradients.check(micro)
         self._stepper.forward_backward(loss, begun.place, micro)
         self._gradients.note(micro, loss)
         self._is_learned = True
@@ -447,7 +451,14 @@ class Drive:
 
     def _stepped_with(self, closure: Closure, begun: Begun) -> StepOutcome:
         kept, self._kept = self._kept, []
-        return step_with(closure, self._driven, self._session, begun, kept, self._again)
+
+        def judged(batch: Any) -> Tensor | LossSum | NamedLosses:
+            loss = closure(batch)
+            if self._micro is not None:
+                self._division.judge(self._micro, loss)
+            return loss
+
+        return step_with(judged, self._driven, self._session, begun, kept, self._again)
 
     @contextmanager
     def _again(self, micro: MicroBatch) -> Iterator[None]:
@@ -559,12 +570,15 @@ class Drive:
     def _enter_forward(self) -> None:
         if self._micro is not None and not self._micro.weight:
             self._apart.enter_context(uncounted(self._plain))
+        if self._micro is not None:
+            self._division.begin(self._micro)
         if self._around_forward is not None:
             self._around_forward.__enter__()
             self._is_inside = True
 
     def _leave_forward(self) -> None:
         self._apart.close()
+        self._division.end()
         if self._is_inside and self._around_forward is not None:
             self._is_inside = False
             self._around_forward.__exit__(None, None, None)

@@ -277,6 +277,37 @@ def leaves_labels_out(loss: Tensor) -> bool:
     return False
 
 
+def mean_counts(loss: Tensor) -> list[int]:
+    """Return how many values each mean near the end of a loss is over, also where a sum is divided by a count.
+
+    The host waits for the device.
+    """
+    nodes, found = [loss.grad_fn] if loss.grad_fn is not None else [], list[int]()
+    for _ in range(_NODES_LOOKED_AT):
+        if not nodes:
+            break
+        node = nodes.pop(0)
+        count = _count_of_mean(node)
+        if count is not None:
+            found.append(count)
+        elif node.name() in _LINEAR or node.name() == "DivBackward0":
+            nodes += [other for other, _ in node.next_functions if other is not None]
+    return found
+
+
+def _count_of_mean(node: Any) -> int | None:
+    if node.name() == "MeanBackward0":
+        return int(node._saved_self_sym_numel)
+    if getattr(node, "_saved_reduction", 0) == 1:
+        values = getattr(node, "_saved_target", None)
+        return None if values is None else int(values.numel())
+    if node.name() == "DivBackward0" and [it.name() for it, _ in node.next_functions[:1] if it] == ["SumBackward0"]:
+        by = node._saved_other
+        if by is not None and by.numel() == 1 and not by.requires_grad and float(by).is_integer():
+            return int(by)
+    return None
+
+
 def leaves_of(results: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that gradients of these results go to."""
     found, seen = dict[int, Tensor](), set[Any]()

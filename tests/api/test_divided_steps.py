@@ -1,0 +1,136 @@
+"""What a loop is told of divided steps that are not the whole ones, and that it is told where they are not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
+
+import drivetrain as dt
+from drivetrain.api.divided_steps import _Outputs
+
+LENGTHS = torch.tensor([3, 5, 2, 4, 1, 5, 5, 2, 3, 1, 4, 2, 5, 1, 2, 3])
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def is_there(batch: Tensor) -> Tensor:
+    """Return which of the five numbers of each sample count."""
+    return torch.arange(5) < batch[:, :1]
+
+
+def pairs(model: nn.Module, batch: Tensor) -> Tensor:
+    ours, theirs = model(batch), model(batch * 0.9)
+    return functional.cross_entropy(ours @ theirs.T, torch.arange(len(batch)))
+
+
+def views_in_one_batch(model: nn.Module, batch: Tensor) -> Tensor:
+    both = functional.normalize(model(torch.cat([batch, batch * 0.9])), dim=1)
+    likeness = (both @ both.T).masked_fill(torch.eye(len(both), dtype=torch.bool), -9.0)
+    return functional.cross_entropy(likeness, torch.arange(len(both)).roll(len(batch)))
+
+
+def views_of_a_sample(model: nn.Module, batch: Tensor) -> Tensor:
+    ours, theirs = model(torch.cat([batch, batch * 0.9])).chunk(2)
+    return (ours - theirs).square().sum(1).mean() + ours.logsumexp(1).mean()
+
+
+def by_parts(model: nn.Module, batch: Tensor) -> Tensor:
+    """Return the loss of a model whose parts are called one after the other: the last one's output is looked at."""
+    assert isinstance(model, nn.Sequential)
+    return functional.mse_loss(model[2](model[1](model[0](batch))), batch)
+
+
+COMPARES = {
+    "pairs": pairs,
+    "views in one batch": views_in_one_batch,
+    "a root of a mean": lambda model, batch: functional.mse_loss(model(batch), batch).sqrt(),
+    "spread over the batch": lambda model, batch: (1 - model(batch).std(0)).relu().mean(),
+}
+OVER_OTHERS = {
+    "a sum by its mask": lambda model, batch: (
+        ((model(batch) - batch).square() * is_there(batch)).sum() / is_there(batch).sum()
+    ),
+    "a mean of what is there": lambda model, batch: (
+        2 * functional.mse_loss(model(batch)[is_there(batch)], batch[is_there(batch)])
+    ),
+}
+MEANS = {
+    "plain": lambda model, batch: functional.mse_loss(model(batch), batch),
+    "views of a sample": views_of_a_sample,
+    "by parts": by_parts,
+    "by samples": lambda model, batch: torch.stack([model(row[None]).square().mean() for row in batch]).mean(),
+    "a sum by the samples": lambda model, batch: (model(batch) - batch).square().sum() / len(batch),
+    "a count that stays": lambda model, batch: (model(batch) - batch).square().mean(1).sum() / 4,
+}
+
+
+def looped(folder: Path, loss: Loss, micro_batch: int, *, norm: bool = False, closure: bool = False) -> Tensor:
+    torch.manual_seed(0)
+    first = nn.Linear(5, 6)
+    model = nn.Sequential(spectral_norm(first) if norm else first, nn.Tanh(), nn.Linear(6, 5)).double()
+    data = torch.randn(16, 5, dtype=torch.float64)
+    data[:, 0] = LENGTHS
+    make = torch.optim.LBFGS if closure else torch.optim.SGD
+    optimizer = make(model.parameters(), lr=0.01, **({"max_iter": 2} if closure else {}))
+    config = dt.configure(output_dir=folder, batch_size=micro_batch, gpu_mode="cpu", report=False)
+    run = dt.drive(model, optimizer, data, name="loop", global_batch=8, epochs=1, shuffle=False, config=config)
+    for batch in run:
+        if closure:
+            run.step(lambda batch: loss(model, batch))
+        else:
+            run.backward(loss(model, batch))
+            run.step()
+    return torch.cat([it.detach().flatten() for it in model.parameters()])
+
+
+def told(folder: Path, capsys: pytest.CaptureFixture[str], loss: Loss, micro_batch: int, **more: bool) -> list[str]:
+    looped(folder, loss, micro_batch, **more)
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("  loss ")]
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_loss_that_compares_samples_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], closure: bool
+) -> None:
+    for number, loss in enumerate(COMPARES.values()):
+        (line,) = told(tmp_path / str(number), capsys, loss, 4, closure=closure)
+        assert "compares the samples of a batch with each other" in line
+        assert "--batch-size" in line
+    assert told(tmp_path / "whole", capsys, pairs, 8, closure=closure) == []
+
+
+def test_a_mean_over_something_else_than_samples_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, loss in enumerate(OVER_OTHERS.values()):
+        (line,) = told(tmp_path / str(number), capsys, loss, 4)
+        assert "a mean over 14 values in a batch of 4 samples and 13 in one of 4" in line
+        assert "dt.LossSum(sum, count)" in line
+        assert told(tmp_path / f"whole {number}", capsys, loss, 8) == []
+
+
+def test_buffers_that_each_forward_changes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of spectral normalization went on once per batch, and nothing said so."""
+    (line,) = told(tmp_path / "divided", capsys, MEANS["plain"], 4, norm=True)
+    assert "each forward pass changes 0.parametrizations.weight.0._u" in line
+    assert told(tmp_path / "whole", capsys, MEANS["plain"], 8, norm=True) == []
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_of_a_mean_over_samples_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert told(tmp_path / "divided", capsys, MEANS[name], 4) == []
+
+
+def test_looking_changes_no_bit_and_leaves_no_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = looped(tmp_path / "looked", pairs, 4)
+    monkeypatch.setattr(_Outputs, "watch", lambda self: None)
+    assert torch.equal(looped(tmp_path / "not looked", pairs, 4), expected)
+    monkeypatch.undo()
+    model = nn.Linear(2, 2)
+    outputs = _Outputs(model)
+    outputs.watch()
+    assert len(model._forward_hooks) == 1
+    outputs.close()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
