@@ -729,6 +729,31 @@ def test_a_state_that_the_loop_carries_into_the_loss_is_told(
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_what_a_loop_changes_after_an_epoch_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best value so far, which decides on a file, and a weight of the loss: in the first three steps both stay."""
+    model = nn.Linear(3, 1).double()
+    data, best, weight, patience = torch.randn(20, 3, dtype=torch.float64), 9.0, 1.0, 5
+    config = dt.configure(output_dir=tmp_path, gpu_mode="cpu", report=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    going = dt.drive(model, sgd, data, name="epochs", global_batch=4, epochs=3, config=config)
+    for batch in going:
+        loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+        going.backward(loss * weight)
+        going.step()
+        if going.ends_epoch:
+            weight *= 0.9
+            if loss.item() < best:
+                best = loss.item()
+                going.export(tmp_path / "best.pt")
+            elif patience == 0:
+                break
+    told = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    assert len(told) == 2
+    assert "loop       weight changes" in told[0]
+    assert "loop       best changes" in told[1]
+    assert "valid=…" in told[1]
+
+
 @pytest.mark.parametrize("micro_batch", [3, 8])
 def test_whole_gradients_may_be_changed(tmp_path: Path, micro_batch: int) -> None:
     """What a loop does to them in the last batch of a step is what its own loop did."""

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from drivetrain.api.loop_variables import _AttributesOfSelf, _carried, _innermost_loop
+from drivetrain.api.loop_variables import _AttributesOfSelf, _carried, _choices, _innermost_loop
 
 CARRIED = {
     "hidden": """
@@ -148,13 +148,68 @@ NOT_CARRIED = {
 }
 
 
-def carried(text: str) -> list[str]:
+CHOOSES = {
+    "best": """
+        for batch in run:
+            run.backward(model(batch))
+            run.step()
+            if run.ends_epoch:
+                accuracy = evaluate(model)
+                if accuracy > best:
+                    best = accuracy
+                    torch.save(model.state_dict(), "best.pt")
+        """,
+    "self.best": """
+        for batch in self.run:
+            self.run.backward(self.model(batch))
+            value = self.measure()
+            is_better = value > self.best
+            if is_better:
+                self.best = value
+                self.save()
+        """,
+    "bad": """
+        for batch in run:
+            run.backward(model(batch))
+            for other in others:
+                if other > 2:
+                    break
+            with run.autocast():
+                if evaluate(model):
+                    bad = 0
+                else:
+                    bad += 1
+                    if bad == 3:
+                        break
+        """,
+}
+CHOOSES_NOT = {
+    "a break of another loop": """
+        for batch in run:
+            run.backward(model(batch))
+            seen += 1
+            for other in others:
+                if seen > 3:
+                    break
+        """,
+    "a file at every epoch": """
+        for batch in run:
+            run.backward(model(batch))
+            losses.append(1)
+            if run.ends_epoch:
+                run.export("last.pt")
+        """,
+}
+
+
+def carried(text: str, *, chooses: bool = False) -> list[str]:
     text = textwrap.dedent(text).strip()
     line = text[: text.index("run:" if "run:" in text else "run")].count("\n") + 1
     loop = _innermost_loop(_AttributesOfSelf().visit(ast.parse(text)), line)
     assert loop is not None
     known = {"run", "batches", "self.run", "self.model", "model"}  # by their values: the run itself, what it saves
-    return [name for name in _carried(loop, {"run", "self.run"}) if name not in known]
+    found = _carried(loop, {"run", "self.run"}, _choices(loop) if chooses else ())
+    return [name for name in found if name not in known]
 
 
 @pytest.mark.parametrize("name", CARRIED)
@@ -165,3 +220,14 @@ def test_carried_into_the_loss(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_CARRIED)
 def test_not_carried(name: str) -> None:
     assert carried(NOT_CARRIED[name]) == []
+
+
+@pytest.mark.parametrize("name", CHOOSES)
+def test_carried_into_a_choice(name: str) -> None:
+    assert carried(CHOOSES[name], chooses=True) == [name]
+    assert carried(CHOOSES[name]) == []
+
+
+@pytest.mark.parametrize("name", CHOOSES_NOT)
+def test_carried_into_no_choice(name: str) -> None:
+    assert carried(CHOOSES_NOT[name], chooses=True) == []

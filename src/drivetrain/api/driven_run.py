@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from drivetrain.api.loop_variables import carried_variables
+from drivetrain.api.loop_variables import Carried, carried_variables
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
 from drivetrain.core.errors import BadResumeError, DrivetrainError
 from drivetrain.core.hook import StepContext
@@ -497,36 +497,44 @@ class LoopWatch:
     """
 
     def __init__(self, run: object, driven: DrivenRun, *, has_turns: bool) -> None:
-        self._run, self._say, self._num_looks, self._has_turns = run, driven.recorder.say, 0, has_turns
+        self._run, self._say, self._num_steps, self._has_turns = run, driven.recorder.say, 0, has_turns
         self._modules, self._others = KeptWatch(driven.parts.model), KeptWatch(driven.parts.model)
         sets_epoch = hasattr(driven.loader.source.dataset, "set_epoch")
         self._data = None if sets_epoch or driven.has_hooks else DataWatch(driven.loader)
-        self._carried_names: list[str] | None = None  # once the source of the loop was read
+        self._carried_names: Carried | None = None  # once the source of the loop was read
+        self._told = set[str]()
 
-    def look(self) -> None:
-        """Look at the variables of the loop before each of its first steps. Called by the generator of its batches."""
-        self._num_looks += 1
-        if self._num_looks > COUNTED_STEPS:
+    def look(self, place: Place) -> None:
+        """Look at the variables of the loop before a step, if it is time. Called by the generator of its batches.
+
+        It is in the first steps, after the first epochs, and ever more seldom: a change is seen whenever it was made.
+        """
+        self._num_steps += 1
+        begins_epoch = place.start == 0 and 0 < place.epoch <= COUNTED_STEPS
+        if not (self._num_steps <= COUNTED_STEPS or begins_epoch or self._num_steps & (self._num_steps - 1) == 0):
             return
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NO_LOOPS:
             frame = frame.f_back
         modules = {name: it for name, it in frame.f_locals.items() if isinstance(it, nn.Module)}
         names, other_names = self._modules.look_at(modules), self._others.look_at(self._carried(frame))
-        if self._num_looks < COUNTED_STEPS:
+        if self._num_steps < COUNTED_STEPS or self._carried_names is None:
             return
-        if names:
-            self._tell(
-                names,
-                "Give it to dt.drive as another model, by name, and change it in a hook, dt.every(1, …), "
-                "which runs before a checkpoint is written",
-            )
-        if other_names:
-            self._tell(
-                other_names,
-                "run.steps counts steps, a tensor can be a buffer of the model (register_buffer), other state can be "
-                "kept by a hook with state_dict, and other data belongs into the data set",
-            )
+        self._tell(
+            names,
+            "Give it to dt.drive as another model, by name, and change it in a hook, dt.every(1, …), "
+            "which runs before a checkpoint is written",
+        )
+        self._tell(
+            [name for name in other_names if name in self._carried_names.into_loss],
+            "run.steps counts steps, a tensor can be a buffer of the model (register_buffer), other state can be "
+            "kept by a hook with state_dict, and other data belongs into the data set",
+        )
+        self._tell(
+            [name for name in other_names if name in self._carried_names.into_choices],
+            "dt.drive(…, valid=…, loss=…, early_stopping=…) keeps the best value and the patience, run.steps counts "
+            "steps, and other state can be kept by a hook with state_dict",
+        )
 
     @contextmanager
     def around_body(self, place: Place, batch: Any) -> Iterator[None]:
@@ -534,7 +542,7 @@ class LoopWatch:
         tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)] if self._has_turns else []
         versions = [tensor._version for tensor in tensors]
         # A curriculum is set in the first steps, or where epochs begin or end: looking takes as long as a small step.
-        is_time = place.ends_epoch or place.start == 0 or self._num_looks <= COUNTED_STEPS
+        is_time = place.ends_epoch or place.start == 0 or self._num_steps <= COUNTED_STEPS
         attributes = self._data.attributes() if self._data is not None and is_time else {}
         yield
         if versions != [tensor._version for tensor in tensors]:
@@ -551,14 +559,15 @@ class LoopWatch:
         found |= {f"self.{name}": it for name, it in getattr(found.get("self"), "__dict__", {}).items()}
         if self._carried_names is None:
             self._carried_names = carried_variables(frame, [name for name, it in found.items() if it is self._run])
-        shown = {name: self._shown(found.get(name)) for name in self._carried_names}
+        names = [*self._carried_names.into_loss, *self._carried_names.into_choices]
+        shown = {name: self._shown(found.get(name)) for name in names}
         return {name: value for name, value in shown.items() if value is not None}
 
     def _shown(self, value: Any) -> Any:
         if value is self._run or getattr(value, "gi_running", False) or isinstance(value, _SAVED):
             return None  # the run, or its iterator
         if isinstance(value, Iterator):
-            return self._num_looks  # it goes on
+            return self._num_steps  # it goes on
         if isinstance(value, (list, tuple, dict, set, deque)):
             return {"length": len(value), "items": value if isinstance(value, dict) else list(islice(value, 8))}
         if isinstance(value, (Tensor, int, float, np.ndarray)):
@@ -566,10 +575,13 @@ class LoopWatch:
         return getattr(value, "__dict__", None) if not callable(value) and not isinstance(value, ModuleType) else None
 
     def _tell(self, names: Sequence[str], remedy: str) -> None:
-        self._say(
-            f"  loop       {', '.join(names[:3])} changes with the steps, and no checkpoint holds it: a resumed run "
-            f"begins anew with it. {remedy}"
-        )
+        new = [name for name in names if name not in self._told]
+        self._told.update(new)
+        if new:
+            self._say(
+                f"  loop       {', '.join(new[:3])} changes with the steps, and no checkpoint holds it: a resumed run "
+                f"begins anew with it. {remedy}"
+            )
 
 
 class GradientWatch:

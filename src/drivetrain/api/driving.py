@@ -527,7 +527,7 @@ class Drive:
         if self._driven.stopped_because:
             return  # it was stopped early, and then killed before it was finished
         for place, micro_batches in self._trainer.steps():
-            self._watch.look()
+            self._watch.look(place)
             self._check_rates()
             self._begun = self._trainer.begin(place)
             self._rates = [group["lr"] for group in self._optimizer.param_groups]

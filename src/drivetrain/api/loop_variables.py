@@ -1,8 +1,9 @@
-"""Finds the variables of a user's loop that are carried from one step to the next and that its loss depends on.
+"""Finds the variables of a user's loop that are carried from one step to the next and that matter for what it does.
 
 Found in the loop's source: a hidden state, a baseline, a replay buffer, a counter, an environment, an iterator over
-other data. No checkpoint holds them, so a resumed run would begin anew with them. Attributes of `self` are variables,
-too: many loops are methods.
+other data, on which the loss depends; the best accuracy so far and a counter of bad epochs, which decide whether the
+loop saves a file or ends. No checkpoint holds them, so a resumed run would begin anew with them. Attributes of `self`
+are variables, too: many loops are methods.
 """
 
 import ast
@@ -10,13 +11,22 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import NamedTuple
 
 _ENDS = (ast.Continue, ast.Break, ast.Return, ast.Raise)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_SAVING = ("export", "save", "save_checkpoint", "save_file", "save_model", "save_pretrained", "save_weights", "dump")
 
 
-def carried_variables(frame: FrameType, is_run: Sequence[str]) -> list[str]:
+class Carried(NamedTuple):
+    """Holds the names of variables that no checkpoint has."""
+
+    into_loss: Sequence[str] = ()
+    into_choices: Sequence[str] = ()  # whether to save a file, or to end the loop, and not into the loss
+
+
+def carried_variables(frame: FrameType, is_run: Sequence[str]) -> Carried:
     """Return the names of such variables of the loop that a frame is in; none where its source cannot be read.
 
     Args:
@@ -27,9 +37,13 @@ def carried_variables(frame: FrameType, is_run: Sequence[str]) -> list[str]:
         lines, first = inspect.getsourcelines(frame)
         tree = _AttributesOfSelf().visit(ast.parse(textwrap.dedent("".join(lines))))
         loop = _innermost_loop(tree, frame.f_lineno - max(first, 1) + 1)
-        return [] if loop is None else _carried(loop, set(is_run))
+        if loop is None:
+            return Carried()
+        into_loss = _carried(loop, set(is_run))
+        others = _carried(loop, set(is_run), _choices(loop))
+        return Carried(into_loss, [name for name in others if name not in into_loss])
     except Exception:  # noqa: BLE001  (it is advice: whatever the source is, the loop goes on)
-        return []
+        return Carried()
 
 
 class _AttributesOfSelf(ast.NodeTransformer):
@@ -47,11 +61,30 @@ def _innermost_loop(tree: ast.AST, line: int) -> ast.For | ast.AsyncFor | ast.Wh
     return max(around, key=lambda node: node.lineno, default=None)
 
 
-def _carried(loop: ast.For | ast.AsyncFor | ast.While, is_run: set[str]) -> list[str]:
+def _choices(loop: ast.For | ast.AsyncFor | ast.While) -> list[ast.AST]:
+    """Return where the loop writes a file, as of the best weights so far, and where it ends."""
+    found = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and _name_of(node.func) in _SAVING]
+    return [*found, *_ends_of(loop.body)]
+
+
+def _name_of(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "").split(".")[-1]
+
+
+def _ends_of(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
+    """Yield what leaves the loop that has these statements: not the ends of loops and functions inside of it."""
+    for statement in statements:
+        if isinstance(statement, (ast.Break, ast.Return)):
+            yield statement
+        elif not isinstance(statement, (*_LOOPS, *_FUNCTIONS, ast.ClassDef)):
+            yield from _ends_of([it for it in ast.iter_child_nodes(statement) if isinstance(it, ast.stmt)])
+
+
+def _carried(loop: ast.For | ast.AsyncFor | ast.While, is_run: set[str], choices: Sequence[ast.AST] = ()) -> list[str]:
     changed = {name for statement in loop.body for name in _may_change(statement)}
     flow = _Flow(set() if isinstance(loop, ast.While) else _stored(loop.target))
     flow.take_all(loop.body)
-    needed = _needed(loop, is_run)
+    needed = _needed(loop, is_run, choices)
     return sorted((changed & flow.read_first | _counters(loop)) & needed)
 
 
@@ -104,12 +137,15 @@ def _root(node: ast.AST) -> Iterator[str]:
         yield node.id
 
 
-def _needed(loop: ast.AST, is_run: set[str]) -> set[str]:
-    """Return the names that what is given to the run depends on, directly or by other variables of the loop."""
+def _needed(loop: ast.AST, is_run: set[str], choices: Sequence[ast.AST] = ()) -> set[str]:
+    """Return the names that what is given to the run depends on, directly or by other variables of the loop.
+
+    And those that the conditions of `choices` depend on, which are nodes of the loop.
+    """
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     given = [call for call in calls if is_run.intersection(_root(call.func)) and _teaches(call.func)]
     needed = {name for call in given for argument in call.args for name in _loaded(argument)}
-    edges = [edge for node in ast.walk(loop) for edge in _edges(node, given)]
+    edges = [edge for node in ast.walk(loop) for edge in _edges(node, [*given, *choices])]
     while True:
         # What is done with the run itself, such as a call of its `log`, leads nowhere.
         more = {name for targets, sources in edges if targets is None or targets & needed - is_run for name in sources}
@@ -124,7 +160,7 @@ def _teaches(method: ast.expr) -> bool:
 
 
 def _edges(node: ast.AST, given: Sequence[ast.AST]) -> Iterator[tuple[set[str] | None, set[str]]]:
-    """Yield the variables that a statement assigns with those it reads; None where the run itself is called."""
+    """Yield the variables that a statement assigns with those it reads; None where it decides on one of the `given`."""
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
         targets = set(_changed(node))
         yield targets, _loaded(node.value) | (targets if isinstance(node, ast.AugAssign) else set())
