@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import drivetrain as dt
 from drivetrain.api.driving import Drive, drive
@@ -752,6 +752,42 @@ def test_what_a_loop_changes_after_an_epoch_is_told(tmp_path: Path, capsys: pyte
     assert "loop       weight changes" in told[0]
     assert "loop       best changes" in told[1]
     assert "valid=…" in told[1]
+
+
+def counted(folder: Path, data: Any, last: int = 99, **settings: Any) -> tuple[int, int]:
+    """Return how many batches a loop was said to get, and how many it got."""
+    parts = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)]).double()
+    sgd = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    optimizer: Any = {"a": sgd[0], "b": sgd[1]} if settings.get("turns") else sgd[0]
+    model = parts if settings.get("turns") else parts[0]
+    config = dt.configure(output_dir=folder, gpu_mode="cpu", report=False, batch_size=3)
+    going = dt.drive(model, optimizer, data, name="counted", quiet=True, config=config, **settings)
+    said, number = len(going), 0
+    assert going
+    for batch in going:
+        called = parts[["a", "b"].index(going.turn)] if going.turn else model
+        going.backward(called(batch).square().mean())
+        going.step()
+        number += 1
+        if going.steps == last and not going.accumulating:
+            break
+    assert len(going) == said
+    return said, number
+
+
+def test_the_length_of_a_loop(tmp_path: Path) -> None:
+    data = torch.randn(22, 3, dtype=torch.float64)
+    assert counted(tmp_path / "epochs", data, global_batch=8, epochs=3) == (24, 24)
+    assert counted(tmp_path / "steps", data, global_batch=8, epochs=3, max_steps=4) == (11, 11)
+    assert counted(tmp_path / "turns", data, global_batch=8, epochs=1, turns=True) == (16, 16)
+    assert counted(tmp_path / "grows", data, global_batch={0: 2, 5: 6}, epochs=2) == (17, 17)
+    sampler = WeightedRandomSampler([1.0] * 22, 13)
+    loader = DataLoader(list(data), batch_size=4, sampler=sampler, drop_last=True)
+    assert counted(tmp_path / "sampler", loader, epochs=2) == (12, 12)
+    assert counted(tmp_path / "left", data, 4, global_batch=8, epochs=3) == (24, 11)
+    assert counted(tmp_path / "left", data, global_batch=8, epochs=3) == (13, 13)
+    with pytest.raises(TypeError, match="no length"):
+        counted(tmp_path / "stream", iter(data), global_batch=8, epochs=1)
 
 
 @pytest.mark.parametrize("micro_batch", [3, 8])

@@ -358,6 +358,17 @@ class Drive:
         """
         return self._precision.around_forward() or nullcontext()
 
+    def __len__(self) -> int:
+        """Return how many batches the loop gets, if nothing ends it early: of a resumed run, those that are left."""
+        job, driven = self._session.job, self._driven
+        if job.num_steps is None or job.num_samples is None or job.source.sizes_vary:
+            raise TypeError("the run has no length: how many batches its data has is not known beforehand")
+        left = driven.parts.division.num_batches(driven.resumed_from, job.num_steps)
+        return left * (1 if self._turns is None else len(self._turns.turns))
+
+    def __bool__(self) -> bool:
+        return True  # also without a batch
+
     def __iter__(self) -> Iterator[Any]:
         self._refuse_replaced()
         if self._iterator is not None:

@@ -376,6 +376,15 @@ class Division:
             return max(1, len(self._cut(0, largest)))
         return max(1, -(-largest // self.micro_batch))
 
+    def num_batches(self, first_step: int, last_step: int) -> int:
+        """Return the number of micro-steps of a rank in the steps from the first one up to, not including, the last."""
+        total, step = 0, first_step
+        while step < last_step:
+            place = self.place(step)
+            num_alike = max(1, min(self.num_alike(place), last_step - step))
+            total, step = total + num_alike * self.num_micro_steps(place), step + num_alike
+        return total
+
     def _cut(self, start: int, stop: int) -> list[MicroStep]:
         """Cut a slice into micro-steps."""
         size, least = self.micro_batch, self.least
