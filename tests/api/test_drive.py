@@ -485,6 +485,10 @@ def change_rate(going: Drive, batch: Any) -> None:
     going._optimizer.param_groups[0]["lr"] *= 0.9
 
 
+def add_group(going: Drive, batch: Any) -> None:
+    going._optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
 def clip(going: Drive, batch: Any) -> None:
     nn.utils.clip_grad_norm_(going.model.parameters(), 0.01)
 
@@ -530,6 +534,7 @@ WRONG: dict[str, tuple[Callable[[Drive], None], str]] = {
     "clipping a LossSum": (body(backward=backward_of_sum, middle=clip_whole), "divided by the count of the LossSum"),
     "a scheduler of one's own": (body(last=change_rate), "learning rate was changed"),
     "a scheduler of torch": (body(first=make_scheduler, last=step_scheduler), "learning rate was changed"),
+    "another group": (body(last=add_group), "changed the optimizer.s groups: there were 2"),
     "another iteration": (body(first=lambda going, batch: next(iter(going))), "iterated over once"),
 }
 

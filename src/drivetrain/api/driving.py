@@ -595,7 +595,15 @@ class Drive:
             self._around_forward.__exit__(None, None, None)
 
     def _check_rates(self) -> None:
-        if self._rates is not None and self._rates != [group["lr"] for group in self._optimizer.param_groups]:
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        if self._rates is not None and len(self._rates) != len(rates):
+            raise DrivetrainError(
+                f"the loop has changed the optimizer's groups: there were {len(self._rates)}, and now {len(rates)}. "
+                "Schedule, reduction and checkpoints were made for those at the start",
+                remedy="give the optimizer all its groups at the start; a hook can keep some frozen at first: "
+                "context.freeze, and context.unfreeze later",
+            )
+        if self._rates is not None and self._rates != rates:
             raise DrivetrainError(
                 "the learning rate was changed by the loop: the schedule would undo it, and a resumed run not know it",
                 remedy="give dt.drive a schedule: WarmupCosine, a function from the step to a factor of the "
