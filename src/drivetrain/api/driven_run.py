@@ -210,7 +210,7 @@ class DrivenRun:
         self._memory.close()
         job = self._session.job
         is_done = self.loader.position.is_over(job.max_steps, job.epochs)
-        finished = is_done or bool(self.stopped_because) or self.trainer.ended_by_hook
+        finished = is_done or bool(self.stopped_because) or self.trainer.ended_by_hook or self._session.is_done
         if finished:
             refuse_unmoved(self.steps, has_moved=self.trainer.has_moved)
         self.recorder.finish(finished, self.steps, self.stopped_because, compilation=self._session.compilation())

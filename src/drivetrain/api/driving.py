@@ -535,8 +535,8 @@ class Drive:
         driven.say_last_words()
 
     def _handed_out(self) -> Iterator[Any]:
-        if self._driven.stopped_because:
-            return  # it was stopped early, and then killed before it was finished
+        if self._driven.stopped_because or self._session.is_done:
+            return  # it was stopped early, and then killed before it was finished; or the script is in a later run
         for place, micro_batches in self._trainer.steps():
             self._watch.look(place)
             self._check_rates()

@@ -442,7 +442,7 @@ class _Loop:
         self._run.beside_loss.put_back()  # all trials are done
         try:
             with stopping_cleanly(trainer.stop, recorder.say):
-                for record in () if was_stopped else trainer.run():
+                for record in () if was_stopped or self._run.is_done else trainer.run():
                     recorder.write(record)
                     self._last = record
                     memory.observe(record)
@@ -465,7 +465,7 @@ class _Loop:
         self.steps = self._last.step if self._last else self.steps
         self.stopped_because = self._validation.stopped_because if self._validation else ""
         is_done = self._loader.position.is_over(job.max_steps, job.epochs)
-        self.finished = is_done or bool(self.stopped_because) or trainer.ended_by_hook
+        self.finished = is_done or bool(self.stopped_because) or trainer.ended_by_hook or self._run.is_done
         if self.finished:
             refuse_unmoved(self.steps, has_moved=trainer.has_moved)
 

@@ -89,10 +89,12 @@ class RunFolder:
         *,
         fresh: bool = False,
         extend: bool = False,
+        passes_over: Callable[[Path], bool] = lambda path: False,
     ) -> "RunFolder":
         """Lock and return a new folder, or the one that holds an unfinished run of the same job.
 
-        Where a finished run has the name, the next free one of `name-2`, `name-3`, … is taken. Another job's unfinished
+        Where a finished run has the name, the next free one of `name-2`, `name-3`, … is taken, except where it is
+        passed over: then its folder is returned. Another job's unfinished
         run is left as it is, and so is a run that another process is working on. A loop of this process that was left
         without its end, as a notebook leaves it, makes way. A folder in which no step was done is no run: any job may
         take it.
@@ -103,6 +105,7 @@ class RunFolder:
             identity: What must be equal for a run to be continued.
             fresh: Whether to move a run that has this name aside.
             extend: Whether to continue the run of this name, finished or not, with a job that is longer.
+            passes_over: Whether the finished run in a folder is what the caller asks for, and not a new one.
         """
         problem = problem_with_name(name)
         if problem:
@@ -116,7 +119,7 @@ class RunFolder:
             if extend:
                 return cls._claim(path, identity, extend=True)
             moved_to = _move_aside(path) if fresh else None
-            while is_finished(path):
+            while is_finished(path) and not passes_over(path):
                 number += 1
                 path = path.with_name(f"{name}-{number}")
             folder = cls._claim(path, identity)

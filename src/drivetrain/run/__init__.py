@@ -1,5 +1,6 @@
 """One run on one rank, for every kind of training loop: its setup, and the records that are written about it."""
 
+from drivetrain.run.claiming import SOURCE
 from drivetrain.run.model_factory import take_weights, write_down
 from drivetrain.run.result import (
     Best,
@@ -25,7 +26,7 @@ from drivetrain.run.result import (
     tell_strategy,
 )
 from drivetrain.run.saver import CHECKPOINTS, CheckpointSaver, State, falls_back, make_checkpointer, make_schedule
-from drivetrain.run.session import SOURCE, Session, configured, done_instead, last_one_finished, note_end, num_trained
+from drivetrain.run.session import Session, configured, done_instead, last_one_finished, note_end, num_trained
 
 __all__ = [
     "CHECKPOINTS",

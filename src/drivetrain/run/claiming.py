@@ -22,9 +22,13 @@ from drivetrain.core.run_folder import (
     Fork,
     JsonLines,
     RunFolder,
+    differences,
     has_steps,
+    is_finished,
+    is_held,
     read_extensions,
     read_job,
+    steps_finished,
     write_atomically,
     yaml_text,
 )
@@ -143,7 +147,50 @@ REQUEUES = "requeues.json"
 REQUEUES_AT_MOST = 3
 
 
-def claim_folder(job: Job, config: Config, name: str, *, quiet: bool) -> tuple[RunFolder, list[Extension]]:
+SOURCE = "source.json"
+
+
+@dataclass(frozen=True)
+class Script:
+    """Holds what trains a run, and which runs the same process has trained before: several jobs of one script.
+
+    A script that was killed in its second job is started again from its first line. The run of the first job is
+    finished, and is what the script asks for; without this record a new one would begin under another name.
+    """
+
+    target: str  # empty where it is not known, as in a notebook
+    arguments: Sequence[str]
+    earlier: Sequence[Path]  # folders that this process had
+
+    def keep(self, folder: RunFolder) -> None:
+        """Record it in the folder of a run."""
+        there = folder.path.parent
+        after = [path.name for path in self.earlier if path.parent == there and path != folder.path]
+        facts = {"target": self.target, "arguments": list(self.arguments)}
+        folder.write(SOURCE, json.dumps({**facts, "after": [it for it in after if is_finished(there / it)]}) + "\n")
+
+    def goes_on_after(self, path: Path, identity: Mapping[str, Any]) -> str:
+        """Return the name of the unfinished run that this script trained after the finished one in a folder, if any."""
+        checkpoints = path / CHECKPOINTS
+        is_whole = checkpoints.is_dir() and max(steps_in(checkpoints), default=None) == steps_finished(path)
+        if not self.target or path in self.earlier or not is_whole or differences(identity, read_job(path)):
+            return ""
+        found = (other.name for other in sorted(path.parent.iterdir()) if self._left(other, path.name))
+        return next(found, "")
+
+    def _left(self, other: Path, earlier: str) -> bool:
+        """Return whether a folder holds a run that this script left unfinished, after an earlier one."""
+        try:
+            source = json.loads((other / SOURCE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        is_ours = source.get("target") == self.target and source.get("arguments") == list(self.arguments)
+        return is_ours and earlier in source.get("after", ()) and not is_finished(other) and not is_held(other)
+
+
+def claim_folder(
+    job: Job, config: Config, name: str, script: Script, *, quiet: bool
+) -> tuple[RunFolder, list[Extension]]:
     """Claim the folder of a job's run; return it with how the run was made longer, now and before."""
     # A checkpoint brings its own experts, whatever number is asked for.
     experts = {} if config.moe.experts is None else {"experts": config.moe.experts}
@@ -151,9 +198,24 @@ def claim_folder(job: Job, config: Config, name: str, *, quiet: bool) -> tuple[R
     if job.source.sizes_vary:  # what a step was taken to need is not what it is
         recorded = read_job(output_dir / name) if has_steps(output_dir / name) else {}
         identity |= {"global_batch": recorded.get("global_batch", job.global_batch)}
-    folder = RunFolder.claim(output_dir, name, identity, fresh=start.fresh, extend=start.extends)
+    following = ""
+
+    def passes_over(path: Path) -> bool:
+        nonlocal following
+        following = "" if start.fresh else script.goes_on_after(path, identity)
+        return bool(following)
+
+    folder = RunFolder.claim(
+        output_dir, name, identity, fresh=start.fresh, extend=start.extends, passes_over=passes_over
+    )
+    script.keep(folder)
     if folder.moved_to is not None and not quiet:
         notice(f"the run that was {folder.path} is {folder.moved_to} now")
+    if following and not quiet:
+        notice(
+            f"{folder.path.name} is finished, and {following}, which this script trained after it, is not: "
+            f"{folder.path.name} is not trained again (--fresh, or dt.train(job, fresh=True), trains it anew)"
+        )
     extensions = read_extensions(folder.path)
     try:
         count_requeue(folder)

@@ -1,7 +1,6 @@
 """A run on one rank: how it was started, its world and devices, its settled job, its folder, the plan it follows."""
 
 import copy
-import json
 import os
 import sys
 import time
@@ -25,7 +24,7 @@ from drivetrain.core.optimizers import Turn
 from drivetrain.core.plugins import strategy_facts
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.processes import refuse_while_importing
-from drivetrain.core.run_folder import Extension, RunFolder, read_switch
+from drivetrain.core.run_folder import Extension, RunFolder, is_finished, read_switch
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
@@ -37,7 +36,7 @@ from drivetrain.plan.knobs import Asked, StepWay, pinned_fields, way_by_rule
 from drivetrain.plan.loss_weighting import LossRule, Weighting
 from drivetrain.plan.plan import PlannedRun
 from drivetrain.plan.rules import DataPath
-from drivetrain.run.claiming import claim_folder, extended, note_failure
+from drivetrain.run.claiming import Script, claim_folder, extended, note_failure
 from drivetrain.run.job_settings import debugged, given_strategy, refuse_conflicts, refuse_strategy, settled_job
 from drivetrain.run.memory import Residency
 from drivetrain.run.preflight import Preflight, run_preflight
@@ -63,6 +62,7 @@ _command_line: ContextVar[Config | None] = ContextVar("command_line", default=No
 _target: ContextVar[str] = ContextVar("target", default="")
 _instead: ContextVar[Instead | None] = ContextVar("instead", default=None)
 _runs = [0]
+_claimed: list[Path] = []  # folders of runs, by this process
 _ended = [True]
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
 
@@ -205,8 +205,6 @@ def unused_gpus(place: ProcessPlace, devices: Sequence[torch.device], strategy: 
 # ----------------------------------------------------------------------------------------------------------------------
 # A run on one rank: its world and devices, its settled job, its folder, and the plan it follows.
 
-SOURCE = "source.json"
-
 
 def _on_gpu(devices: Sequence[torch.device]) -> bool:
     return any(device.type == "cuda" for device in devices)
@@ -217,6 +215,7 @@ class Session:
 
     path: Path  # of the run's folder, once it is claimed
     extensions: tuple[Extension, ...] = ()  # that made the run longer, once the folder is claimed
+    is_done = False  # whether the run was finished before, and this start only passes over it
     is_recorded = False  # whether a recorder was opened, which writes down how the run ends
     _folder: RunFolder | None = None  # on the main process
     strategy: str  # its name, once it is chosen
@@ -367,15 +366,18 @@ class Session:
 
         def claim() -> dict[str, Any]:
             nonlocal folder
-            folder, extensions = claim_folder(self.job, self.config, self.name, quiet=self.quiet)
             target = target_of_run()
             arguments = sys.argv[1:] if target.endswith(".py") else []
-            folder.write(SOURCE, json.dumps({"target": target, "arguments": redacted_words(arguments)}) + "\n")
-            return {"path": str(folder.path.absolute()), "extensions": [asdict(it) for it in extensions]}
+            script = Script(target, redacted_words(arguments), tuple(_claimed))
+            folder, extensions = claim_folder(self.job, self.config, self.name, script, quiet=self.quiet)
+            _claimed.append(folder.path)
+            is_done = is_finished(folder.path) and not self.config.checkpoint.extends
+            extended_by = [asdict(it) for it in extensions]
+            return {"path": str(folder.path.absolute()), "extensions": extended_by, "is_done": is_done}
 
         claimed = self.world.main_does(claim)
         self._folder = folder
-        self.path = Path(claimed["path"])
+        self.path, self.is_done = Path(claimed["path"]), claimed["is_done"]
         self.extensions = tuple(Extension(**it) for it in claimed["extensions"])
         self.job = extended(self.job, self.extensions)
         supervision.run(claimed["path"])
