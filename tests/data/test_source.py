@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.division import Division
+from drivetrain.data.external_order import ItemEntries
 from drivetrain.data.keyed_items import Collated, Columns, KeyedItems, exactness_warnings, same
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import source_of
@@ -279,3 +280,26 @@ def test_items_with_nan_are_the_same_when_asked_twice() -> None:
     items = TensorDataset(torch.tensor([[1.0, math.nan]] * 2))
     assert exactness_warnings(KeyedItems(items, 0), default_collate) == []
     assert not same(torch.tensor([math.nan]), torch.tensor([1.0]))
+
+
+@pytest.mark.parametrize("buffer_size", [None, 6])
+def test_a_shuffle_buffer_that_no_state_holds_loses_no_items(buffer_size: int | None) -> None:
+    """Streams of Hugging Face, shuffled by a buffer: a resumed run never saw the items that were in it."""
+    datasets = pytest.importorskip("datasets")
+
+    def made() -> Any:
+        stream = datasets.Dataset.from_dict({"x": list(range(24))}).to_iterable_dataset(num_shards=3)
+        return stream if buffer_size is None else stream.shuffle(seed=0, buffer_size=buffer_size)
+
+    def numbers(entries: ItemEntries, start: int, state: Any, count: int) -> list[int]:
+        items = entries.begin(1, start, state)
+        return [item["x"] for _, item in zip(range(count), items, strict=False)]
+
+    whole = numbers(ItemEntries(made(), 0), 0, None, 24)
+    assert sorted(whole) == list(range(24))
+    entries = ItemEntries(made(), 0)
+    assert numbers(entries, 0, None, 9) == whole[:9]
+    state = entries.state()
+    assert numbers(ItemEntries(made(), 0), 9, state, 24) == whole[9:]
+    told = any("items in its shuffle buffer" in note for note in source_of(made()).notes)
+    assert told is (state is None) is (buffer_size is not None)

@@ -214,7 +214,7 @@ class ItemEntries:
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         position = 0
-        if start and state is not None:
+        if start and state is not None and self._has_state:
             dataset.load_state_dict(state)
             position = start
         seed_all(key_of(self._seed, epoch, _BEGIN))
@@ -259,7 +259,20 @@ class ItemEntries:
 
 
 def has_state(dataset: Any) -> bool:
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    """Return whether a dataset can go on by its state, and not only by being read again."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict") and not loses_items(dataset)
+
+
+def loses_items(dataset: Any) -> bool:
+    """Return whether the state of an iterable dataset of Hugging Face leaves out what its shuffle buffer holds."""
+    nodes = [getattr(dataset, "_ex_iterable", None)]
+    while nodes:
+        node = nodes.pop()
+        if type(node).__name__ == "BufferShuffledExamplesIterable" and getattr(node, "buffer_size", 0) > 1:
+            return True
+        if node is not None:
+            nodes += [getattr(node, "ex_iterable", None), *getattr(node, "ex_iterables", ())]
+    return False
 
 
 def is_iterator(data: Any) -> bool:

@@ -27,7 +27,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept
 from drivetrain.core.precision import as_real
 from drivetrain.data.division import Indices, LengthGroupedStream, SampleStream
-from drivetrain.data.external_order import ItemEntries, ReadOrder, SamplerEntries, has_state, is_iterator
+from drivetrain.data.external_order import ItemEntries, ReadOrder, SamplerEntries, has_state, is_iterator, loses_items
 from drivetrain.data.keyed_items import Collate, Columns, Generators, KeyedItems, spread_over
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -165,10 +165,10 @@ def _notes_on_iterating(data: Any) -> Iterable[str]:
         "it is not shuffled"
     )
     if not has_state(data):
-        yield (
-            "it has no state_dict and load_state_dict: a resumed run reads again, without training, what the epoch has "
-            "had so far"
-        )
+        why = "it has no state_dict and load_state_dict"
+        if loses_items(data):
+            why = "its state leaves out the items in its shuffle buffer, and is not used"
+        yield f"{why}: a resumed run reads again, without training, what the epoch has had so far"
 
 
 def _columns(data: Mapping[Any, Any]) -> Columns:
