@@ -357,9 +357,9 @@ def test_words_after_the_dashes_need_a_script(capsys) -> None:
 @pytest.mark.parametrize("command", ["train", "benchmark"])
 def test_a_script_finds_its_own_words(capsys, argued: str, command: str) -> None:
     before = sys.argv[:]
-    with pytest.raises(AttributeError):  # the job of the script is None, which is met after its flags were parsed
-        main([command, argued, "--gpu-mode", "cpu", "--", "--width", "3", "--seed=4"])
-    assert capsys.readouterr().out == f"{[argued, '--width', '3', '--seed=4']} Namespace(width=3, seed=4)\n"
+    code, out, err = run(capsys, command, argued, "--gpu-mode", "cpu", "--", "--width", "3", "--seed=4")
+    assert out == f"{[argued, '--width', '3', '--seed=4']} Namespace(width=3, seed=4)\n"
+    assert (code, "expected a dt.Job, got NoneType" in err) == (2, True), "met after its flags were parsed"
     assert sys.argv == before
 
 

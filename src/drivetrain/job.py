@@ -3,7 +3,7 @@
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,7 +22,7 @@ from drivetrain.core.aims import (
     largest_batch,
     samples_between,
 )
-from drivetrain.core.errors import ConfigError, DrivetrainError, nothing_trains, returned, suggesting_keywords
+from drivetrain.core.errors import ConfigError, DrivetrainError, Problem, nothing_trains, returned, suggesting_keywords
 from drivetrain.core.hook import Hook
 from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, MetricFunction, MetricObject, NamedLosses
 from drivetrain.core.optimizers import (
@@ -46,39 +46,46 @@ LossFunction = Callable[[nn.Module, Any], Tensor | LossSum | NamedLosses]
 ParameterGroups = Iterable[dict[str, Any]]
 AimKind = TypeVar("AimKind", Aim, EarlyStopping, OnPlateau)
 
+_IN_OPTIMIZER = "the optimizer has it: optimizer=lambda params: torch.optim.AdamW(params, lr=…)"
+_PER_DEVICE = (
+    "global_batch=… is the samples of an optimizer step, over all devices; dt.configure(batch_size=…) is how many of "
+    "them a device takes at a time, and the rest is accumulated"
+)
+_RESUMES = "leave it out: an interrupted run of the same name continues by itself; init_from=… begins with its weights"
+_OUTPUT_DIR = "it is a setting of the run: dt.configure(output_dir=…)"
+_PATIENCE = "early_stopping=dt.EarlyStopping(patience=…)"
+_WARMUP = "schedule=dt.WarmupCosine(warmup_steps=…)"
+# What other trainers call a parameter: its name here, or a sentence.
 OTHER_NAMES = {
-    "dataset": "data",
-    "train_data": "data",
-    "train_dataset": "data",
-    "train_set": "data",
-    "train_loader": "data",
-    "train_dataloader": "data",
-    "val": "valid",
-    "val_data": "valid",
-    "val_dataset": "valid",
-    "val_loader": "valid",
-    "validation": "valid",
-    "validation_data": "valid",
-    "validation_set": "valid",
-    "valid_set": "valid",
-    "valid_dataset": "valid",
-    "eval_dataset": "valid",
-    "test_data": "test",
-    "test_dataset": "test",
-    "test_set": "test",
-    "test_loader": "test",
+    **dict.fromkeys(
+        ("dataset", "train_data", "train_dataset", "train_set", "train_loader", "train_dataloader"), "data"
+    ),
+    **dict.fromkeys(("dataloader", "train_dataloaders", "loader"), "data"),
+    **dict.fromkeys(("val", "val_data", "val_dataset", "val_loader", "val_dataloaders", "val_dataloader"), "valid"),
+    **dict.fromkeys(("validation", "validation_data", "validation_set", "valid_set", "valid_dataset"), "valid"),
+    **dict.fromkeys(("eval_dataset", "eval_data", "eval_dataloader"), "valid"),
+    **dict.fromkeys(("test_data", "test_dataset", "test_set", "test_loader"), "test"),
+    **dict.fromkeys(("batch", "batch_size", "train_batch_size"), "global_batch"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("num_steps", "total_steps"), "max_steps"),
+    **dict.fromkeys(("gradient_clip_val", "grad_clip", "max_grad_norm"), "clip_norm"),
+    **dict.fromkeys(("val_check_interval", "eval_steps", "eval_every"), "valid_every"),
+    **dict.fromkeys(("save_steps", "save_every", "save_strategy"), "checkpoint_every"),
+    "save_total_limit": "keep_last",
     "criterion": "loss",
-    "batch": "global_batch",
-    "batch_size": "global_batch",
-    "max_epochs": "epochs",
-    "num_steps": "max_steps",
-    "gradient_clip_val": "clip_norm",
-    "grad_clip": "clip_norm",
-    "max_grad_norm": "clip_norm",
+    "net": "model",
+    "opt": "optimizer",
     "callbacks": "hooks",
     "wd": "weight_decay",
-    "lr": (_IN_OPTIMIZER := "the optimizer has it: optimizer=lambda params: torch.optim.AdamW(params, lr=…)"),
-    "learning_rate": _IN_OPTIMIZER,
+    **dict.fromkeys(("lr", "learning_rate"), _IN_OPTIMIZER),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_batch_size", "micro_batch_size"), _PER_DEVICE),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum"), _PER_DEVICE),
+    **dict.fromkeys(("resume", "resume_from_checkpoint", "ckpt_path"), _RESUMES),
+    **dict.fromkeys(("output_dir", "default_root_dir", "save_dir"), _OUTPUT_DIR),
+    **dict.fromkeys(("patience", "early_stopping_patience"), _PATIENCE),
+    **dict.fromkeys(("warmup_steps", "num_warmup_steps", "warmup"), _WARMUP),
+    "sampler": "a DataLoader brings it: data=DataLoader(dataset, batch_size=…, sampler=…)",
+    "load_best_model_at_end": "leave it out: the best weights are kept, and dt.train(job).model has them",
 }
 _OF_THE_RUN = "settings of the run are not part of a job: dt.train(job, dt.configure(precision=…, num_workers=…))"
 
@@ -472,3 +479,21 @@ def _groups(trained: list[nn.Parameter], weight_decay: float | None) -> list[dic
 
 def _as_text(schedule: Schedule) -> str:
     return repr(schedule) if isinstance(schedule, (FactorSchedule, OnPlateau)) else "a function"
+
+
+_OF_JOB = {it.name: f"it is part of the job: dt.Job({it.name}=…)" for it in fields(Job)}
+_OVERRIDDEN = "it is part of the job: dt.Job(epochs=…); dt.configure(epochs=…) overrides it"
+# What other trainers give to `train`, and where it belongs here.
+NAMES_FOR_TRAIN = {
+    **{name: _OF_JOB.get(meant, meant) for name, meant in OTHER_NAMES.items()},
+    **_OF_JOB,
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _OVERRIDDEN),
+}
+
+
+def refuse_no_job(given: Any) -> None:
+    """Raise where `dt.train` gets something else than a job, such as the model."""
+    if not isinstance(given, Job):
+        message = f"expected a dt.Job, got {type(given).__name__}"
+        remedy = "dt.train(dt.Job(name=…, model=…, data=…, loss=…, optimizer=…, global_batch=…, epochs=…))"
+        raise ConfigError([Problem("dt.train: job", message, remedy=remedy)])

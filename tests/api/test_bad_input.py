@@ -208,6 +208,14 @@ def test_a_job_that_cannot_be(changes: dict[str, Any], words: str) -> None:
         ("num_epochs", "did you mean epochs=…?"),
         ("lr", "optimizer=lambda params: torch.optim.AdamW(params, lr=…)"),
         ("precision", "dt.configure(precision=…"),
+        ("num_train_epochs", "did you mean epochs=…?"),
+        ("eval_steps", "did you mean valid_every=…?"),
+        ("save_steps", "did you mean checkpoint_every=…?"),
+        ("warmup_steps", "schedule=dt.WarmupCosine(warmup_steps=…)"),
+        ("gradient_accumulation_steps", "dt.configure(batch_size=…)"),
+        ("default_root_dir", "dt.configure(output_dir=…)"),
+        ("resume_from_checkpoint", "leave it out"),
+        ("sampler", "data=DataLoader(dataset, batch_size=…, sampler=…)"),
     ],
 )
 def test_a_misspelled_keyword_of_a_job(keyword: str, words: str) -> None:
@@ -226,6 +234,28 @@ def test_misspelled_keywords_of_functions(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape('did you mean `precision="bf16"`?')):
         configure(bf16=True)
     assert "global_batch" in inspect.signature(Job).parameters, "as an editor shows them"
+
+
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [("ema", "give a copy of the model"), ("test_data", "dt.train has a test set"), ("num_epochs", "mean epochs=…?")],
+)
+def test_a_keyword_that_drive_does_not_have(keyword: str, words: str) -> None:
+    model = Mlp(0.0)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        drive(model, torch.optim.SGD(model.parameters(), lr=0.1), Vectors(SMALL), **{keyword: 3})
+
+
+def test_what_train_is_not_given() -> None:
+    with pytest.raises(ConfigError, match=r"expected a dt.Job, got Linear\n.*dt.train\(dt.Job\(name="):
+        train(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    for keyword in ("epochs", "max_epochs"):
+        with pytest.raises(ConfigError, match=r"part of the job: dt.Job\(epochs=…\); dt.configure\(epochs=…\)"):
+            train(make_job(SMALL), **{keyword: 3})
+    with pytest.raises(ConfigError, match=r"part of the job: dt.Job\(hooks=…\)"):
+        train(make_job(SMALL), callbacks=[])  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="settings of the run go to config"):
+        train(make_job(SMALL), devices=2)  # type: ignore[call-arg]
 
 
 def test_a_collate_function_without_return(tmp_path: Path) -> None:

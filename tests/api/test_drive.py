@@ -826,6 +826,20 @@ def test_outside_the_loop(tmp_path: Path) -> None:
     going.close()
 
 
+def test_what_other_trainers_call_a_part_of_a_run(tmp_path: Path) -> None:
+    going = start(str(tmp_path), Variant(steps=4), 8)
+    for name, words in (
+        ("device", r"run\.world\.device"),
+        ("save_checkpoint", r"run\.export"),
+        ("zero_grad", "nothing"),
+    ):
+        with pytest.raises(AttributeError, match=f"no {name}; use {words}"):
+            getattr(going, name)
+    with pytest.raises(AttributeError, match=r"has no nonsense$"):
+        going.nonsense  # type: ignore[attr-defined]  # noqa: B018
+    going.close()
+
+
 def test_the_optimizer_of_another_model(tmp_path: Path) -> None:
     other = torch.optim.SGD(make_model(Variant()).parameters(), lr=0.1)
     with pytest.raises(DrivetrainError, match=r"a parameter of shape .* that the model does not have"):

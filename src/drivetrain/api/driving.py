@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -77,8 +77,59 @@ from drivetrain.strategies.base import around_forward, check_objective
 from drivetrain.strategies.replicated import share_buffers
 from drivetrain.strategies.turns import TurnsStrategy
 
+_AVERAGE = (
+    "dt.drive keeps no average: give a copy of the model as another model, by name, and change it in a hook, "
+    "dt.every(1, …); or use dt.train, where Job has it"
+)
+_OTHER_NAMES = {
+    **OTHER_NAMES,
+    **dict.fromkeys(
+        ("test", *(name for name, meant in OTHER_NAMES.items() if meant == "test")),
+        "dt.train has a test set; in a loop of your own, measure it after the loop",
+    ),
+    **dict.fromkeys(("ema", "swa"), _AVERAGE),
+    **dict.fromkeys(("wd", "weight_decay", "lr", "learning_rate"), "the optimizer has it, which you give to dt.drive"),
+    "init_from": "load weights into the model before dt.drive: model.load_state_dict(…), or --init-from",
+    "loss_weights": "multiply the parts of the loss in the loop: run.backward(loss + 0.1 * penalty)",
+    "count": "run.backward(dt.LossSum(sum, count)) counts",
+    **dict.fromkeys(
+        ("resume", "resume_from_checkpoint", "ckpt_path"),
+        "leave it out: an interrupted run of the same name continues by itself",
+    ),
+    "load_best_model_at_end": 'dt.export(run.folder, "best.safetensors", which="best") writes the best weights',
+}
+# What other trainers call what a run has.
+_OTHER_ATTRIBUTES = {
+    **dict.fromkeys(("fit", "train"), "for batch in run: …"),
+    **dict.fromkeys(("global_step", "step_count", "num_steps_done"), "run.steps"),
+    **dict.fromkeys(("total_steps", "num_steps", "max_steps", "num_batches"), "len(run), the number of batches"),
+    **dict.fromkeys(("current_epoch", "epochs"), "run.epoch and run.ends_epoch"),
+    "sync_gradients": "not run.accumulating",
+    "device": "run.world.device",
+    "rank": "run.world.rank",
+    **dict.fromkeys(("world_size", "num_processes"), "run.world.size"),
+    **dict.fromkeys(("is_main", "is_main_process", "is_global_zero"), "run.world.is_main"),
+    **dict.fromkeys(("lr", "learning_rate"), "run.last.lr"),
+    **dict.fromkeys(("optimizer", "optimizers"), "the optimizer that you gave to dt.drive"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "dt.drive(schedule=…), which is stepped by itself"),
+    "zero_grad": "nothing: gradients are cleared after they were used",
+    **dict.fromkeys(("clip_grad_norm_", "clip_gradients"), "dt.drive(clip_norm=…)"),
+    **dict.fromkeys(
+        ("save", "save_checkpoint", "save_state", "save_model", "state_dict"),
+        "run.export(path) for the weights; checkpoints are written by themselves",
+    ),
+    **dict.fromkeys(
+        ("load", "load_checkpoint", "load_state", "load_state_dict", "resume"),
+        "nothing: an interrupted run of the same name continues by itself",
+    ),
+    **dict.fromkeys(("unwrap_model", "module"), "run.model, which is not wrapped"),
+    **dict.fromkeys(("log_dict", "log_metrics"), "run.log(name, value)"),
+    **dict.fromkeys(("evaluate", "eval"), "run.validate()"),
+    "name": "run.folder.name",
+}
 
-@suggesting_keywords("drive", OTHER_NAMES, "settings of the run go to config=dt.configure(…)")
+
+@suggesting_keywords("drive", _OTHER_NAMES, "settings of the run go to config=dt.configure(…)")
 def drive(
     model: nn.Module | Mapping[str, nn.Module],
     optimizer: Optimizer | Mapping[str, Optimizer],
@@ -280,6 +331,13 @@ class Drive:
         self._stack = stack.pop_all()
         if driven.folder is not None:
             driven.folder.make_way = partial(_make_way, weakref.ref(self))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise for what a run does not have, in words where other trainers have it."""
+            instead = f"; use {_OTHER_ATTRIBUTES[name]}" if name in _OTHER_ATTRIBUTES else ""
+            raise AttributeError(f"a run of dt.drive has no {name}{instead}", name=name, obj=self)
 
     @property
     def steps(self) -> int:

@@ -14,7 +14,7 @@ from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.checkpoint.weights import plainly_named
 from drivetrain.config import Config
-from drivetrain.core.errors import BadResumeError
+from drivetrain.core.errors import BadResumeError, suggesting_keywords
 from drivetrain.core.faults import Faults
 from drivetrain.core.goodput import start_marks
 from drivetrain.core.hook import Rehearsal, StepContext
@@ -30,7 +30,7 @@ from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.feed import DeviceFeed, ResidentFeed
 from drivetrain.data.keyed_items import Collated
 from drivetrain.data.loader import Loader, MicroBatch, SamplesAgain
-from drivetrain.job import Job
+from drivetrain.job import NAMES_FOR_TRAIN, Job, refuse_no_job
 from drivetrain.job_checks import check_aims
 from drivetrain.loop import Stepper
 from drivetrain.loop.bad_numbers import BadNumbers, RollBackError, SpikeWatch, refuse_unmoved
@@ -111,6 +111,7 @@ from drivetrain.strategies.replicated import Freezer
 __all__ = ["Result", "configured", "export", "num_trained", "train"]
 
 
+@suggesting_keywords("train", NAMES_FOR_TRAIN, "settings of the run go to config: dt.train(job, dt.configure(…))")
 def train(
     job: Job, config: Config | None = None, *, quiet: bool = False, fresh: bool = False, extend: bool = False
 ) -> Result:
@@ -134,6 +135,7 @@ def train(
         >>> dt.train(job, dt.configure(precision="fp32"), quiet=True).finished
         True
     """
+    refuse_no_job(job)
     done_instead(job)
     moves_aside = True if fresh else None
     while True:

@@ -285,6 +285,8 @@ _OTHER_NAMES = {
     "fp32": ("precision fp32",),
     "tf32": ("precision tf32",),
     "half": ("precision bf16",),
+    "use-cpu": ("gpu-mode cpu",),
+    "no-cuda": ("gpu-mode cpu",),
     "amp": ("mixed-precision",),
     "wandb": ("trackers wandb",),
     "tensorboard": ("trackers tensorboard",),
@@ -294,6 +296,10 @@ _OTHER_NAMES = {
     "fsdp": ("parallel-strategy fsdp",),
     "out": ("output-dir",),
     "save-dir": ("output-dir",),
+    "logdir": ("output-dir",),
+    "logging-dir": ("output-dir",),
+    "project-dir": ("output-dir",),
+    "default-root-dir": ("output-dir",),
     "save-every": ("checkpoint-every",),
     "save-steps": ("checkpoint-every",),
     "eval-every": ("valid-every",),
@@ -315,7 +321,11 @@ _RESUMES = (
 )
 _GLOBAL_BATCH = "it is part of the job: Job(global_batch=…); --batch-size sets how much of it a device takes at a time"
 _SCHEDULE = "it is part of the job: Job(schedule=dt.WarmupCosine()), or any function of the step"
+_LAUNCHED = "the launcher has it: drivetrain launch --num-processes … script.py"
 _NOT_NEEDED = {
+    "num-processes": _LAUNCHED,
+    "num-machines": "the launcher has it: drivetrain launch --nodes … script.py",
+    "local-rank": "leave it out: the launcher tells each process its rank",
     "resume": "leave it out: an interrupted run of the same name continues from its last checkpoint by itself",
     "resume-from-checkpoint": _RESUMES,
     "resume-from": _RESUMES,
