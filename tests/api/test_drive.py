@@ -4,6 +4,7 @@ import copy
 import difflib
 import functools
 import math
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -732,6 +733,22 @@ def test_a_state_that_the_loop_carries_into_the_loss_is_told(
     found = recurrent_loop(tmp_path / "buffer", in_buffer=True)
     assert "no checkpoint holds" not in capsys.readouterr().out
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_generators_that_the_loop_draws_from_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resumed run drew the numbers of the first steps again."""
+    model = nn.Linear(3, 1).double()
+    torchs, numpys, pythons = torch.Generator().manual_seed(0), np.random.default_rng(0), random.Random(0)
+    config = dt.configure(output_dir=tmp_path, gpu_mode="cpu", report=False)
+    data, sgd = torch.randn(20, 3, dtype=torch.float64), torch.optim.SGD(model.parameters(), lr=0.1)
+    going = dt.drive(model, sgd, data, name="draws", global_batch=4, epochs=1, config=config)
+    for batch in going:
+        noise = torch.randn(batch.shape, generator=torchs) * numpys.normal() + pythons.random()
+        going.backward(model(batch + noise).square().mean())
+        going.step()
+    told = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    assert len(told) == 1
+    assert "loop       numpys, pythons, torchs changes with the steps" in told[0]
 
 
 def test_what_a_loop_changes_after_an_epoch_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

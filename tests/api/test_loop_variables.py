@@ -90,6 +90,12 @@ CARRIED["env"] = """
         run.backward(loss)
         run.step()
     """
+CARRIED["draws"] = """
+    for batch in run:
+        noise = randn(batch.shape, generator=draws)
+        run.backward(model(batch + noise).mean())
+        run.step()
+    """
 NOT_CARRIED = {
     "a counter for the log": """
         for i, batch in enumerate(run):

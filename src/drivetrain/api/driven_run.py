@@ -26,7 +26,7 @@ from drivetrain.core.metrics import LossSum, NamedLosses, StepOutcome, StepRecor
 from drivetrain.core.optimizers import JointOptimizer, closure_error, needs_closure, wants_gradients_first
 from drivetrain.core.precision import widened
 from drivetrain.core.run_folder import RunFolder
-from drivetrain.core.state import KeptWatch, Shard, local_part
+from drivetrain.core.state import GENERATORS, KeptWatch, Shard, local_part
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, leaves
 from drivetrain.data.division import Place, Position
@@ -570,7 +570,7 @@ class LoopWatch:
             return self._num_steps  # it goes on
         if isinstance(value, (list, tuple, dict, set, deque)):
             return {"length": len(value), "items": value if isinstance(value, dict) else list(islice(value, 8))}
-        if isinstance(value, (Tensor, int, float, np.ndarray)):
+        if isinstance(value, (Tensor, int, float, np.ndarray, *GENERATORS)):
             return value
         return getattr(value, "__dict__", None) if not callable(value) and not isinstance(value, ModuleType) else None
 

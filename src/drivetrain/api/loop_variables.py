@@ -115,7 +115,8 @@ def _may_change(statement: ast.AST) -> Iterator[str]:
     for node in ast.walk(statement):
         if isinstance(node, ast.Call):
             yield from _root(node.func) if isinstance(node.func, ast.Attribute) else ()
-            yield from (argument.id for argument in node.args if isinstance(argument, ast.Name))
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            yield from (argument.id for argument in given if isinstance(argument, ast.Name))
 
 
 def _changed(statement: ast.AST) -> Iterator[str]:

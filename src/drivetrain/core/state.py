@@ -1,5 +1,6 @@
 """The state of a model: named shards that checkpoints save and load, and a watch over which parameters it has."""
 
+import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -148,6 +149,9 @@ _MOST_KEPT = 1000  # entries of a dictionary or list that are looked at
 _MOST_ADDED = 10**7  # numbers of a tensor: a whole data set takes seconds
 
 
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+
+
 class KeptWatch:
     """Finds what functions of the user's keep between calls, outside of the model, and change.
 
@@ -183,7 +187,7 @@ class KeptWatch:
         if isinstance(value, np.ndarray):
             can_add = value.size <= _MOST_ADDED and value.dtype.kind in "biuf"
             return value.shape, float(value.sum(dtype=np.float64)) if can_add else 0
-        if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)):
+        if isinstance(value, GENERATORS):
             return _state_of(value)
         if isinstance(value, nn.Module):
             parts: Any = value.state_dict(keep_vars=True)
@@ -202,7 +206,7 @@ def _state_of(generator: np.random.Generator | np.random.RandomState | random.Ra
     if isinstance(generator, np.random.Generator):
         return str(generator.bit_generator.state)
     if isinstance(generator, torch.Generator):
-        return str(generator.get_state().sum())
+        return hashlib.blake2b(generator.get_state().numpy().tobytes()).hexdigest()  # its sum may stay as it is
     state = generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
     return str(state)
 
