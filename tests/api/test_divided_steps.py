@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 
 import drivetrain as dt
-from drivetrain.api.divided_steps import _Outputs
+from drivetrain.api.loop_checks import _Outputs
 
 LENGTHS = torch.tensor([3, 5, 2, 4, 1, 5, 5, 2, 3, 1, 4, 2, 5, 1, 2, 3])
 Loss = Callable[[nn.Module, Tensor], Tensor]

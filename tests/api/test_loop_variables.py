@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from drivetrain.api.loop_variables import _AttributesOfSelf, _carried, _choices, _innermost_loop
+from drivetrain.api.loop_checks import _AttributesOfSelf, _carried, _choices, _innermost_loop
 
 CARRIED = {
     "hidden": """

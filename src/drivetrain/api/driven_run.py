@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from drivetrain.api.loop_variables import Carried, carried_variables
+from drivetrain.api.loop_checks import CarriedNames, carried_variables
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
 from drivetrain.core.errors import BadResumeError, DrivetrainError
 from drivetrain.core.hook import StepContext
@@ -40,7 +41,9 @@ from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
 from drivetrain.plan.plan import PlannedRun
 from drivetrain.run import (
+    Best,
     Session,
+    best_of,
     checkpoint_of,
     falls_back,
     make_checkpointer,
@@ -487,6 +490,120 @@ def step_with(
     return outcomes[0]._replace(stop=sum(outcome.stop for outcome in outcomes))
 
 
+# What other trainers call what a run has.
+_OTHER_ATTRIBUTES = {
+    **dict.fromkeys(("fit", "train"), "for batch in run: …"),
+    **dict.fromkeys(("global_step", "step_count", "num_steps_done"), "run.steps"),
+    **dict.fromkeys(("total_steps", "num_steps", "max_steps", "num_batches"), "len(run), the number of batches"),
+    **dict.fromkeys(("current_epoch", "epochs"), "run.epoch and run.ends_epoch"),
+    "sync_gradients": "not run.accumulating",
+    "device": "run.world.device",
+    "rank": "run.world.rank",
+    **dict.fromkeys(("world_size", "num_processes"), "run.world.size"),
+    **dict.fromkeys(("is_main", "is_main_process", "is_global_zero"), "run.world.is_main"),
+    **dict.fromkeys(("lr", "learning_rate"), "run.last.lr"),
+    **dict.fromkeys(("optimizer", "optimizers"), "the optimizer that you gave to dt.drive"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "dt.drive(schedule=…), which is stepped by itself"),
+    "zero_grad": "nothing: gradients are cleared after they were used",
+    **dict.fromkeys(("clip_grad_norm_", "clip_gradients"), "dt.drive(clip_norm=…)"),
+    **dict.fromkeys(
+        ("save", "save_checkpoint", "save_state", "save_model", "state_dict"),
+        "run.export(path) for the weights; checkpoints are written by themselves",
+    ),
+    **dict.fromkeys(
+        ("load", "load_checkpoint", "load_state", "load_state_dict", "resume"),
+        "nothing: an interrupted run of the same name continues by itself",
+    ),
+    **dict.fromkeys(("unwrap_model", "module"), "run.model, which is not wrapped"),
+    **dict.fromkeys(("log_dict", "log_metrics"), "run.log(name, value)"),
+    **dict.fromkeys(("evaluate", "eval"), "run.validate()"),
+    "name": "run.folder.name",
+}
+
+
+class DrivenProgress:
+    """Tells how far a driven run is, and what it came to so far: the part of `Drive` that changes nothing."""
+
+    _driven: DrivenRun
+    _session: Session
+    _turns: TurnsStrategy | None
+    _turn: int
+    _begun: Begun | None
+    _micro: MicroBatch | None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise for what a run does not have, in words where other trainers have it."""
+            instead = f"; use {_OTHER_ATTRIBUTES[name]}" if name in _OTHER_ATTRIBUTES else ""
+            raise AttributeError(f"a run of dt.drive has no {name}{instead}", name=name, obj=self)
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps done, over the whole life of the run."""
+        return self._driven.steps
+
+    @property
+    def resumed_from(self) -> int:
+        """The step of the checkpoint that the run goes on from; 0 for a new run."""
+        return self._driven.resumed_from
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The last record, which is read one step late, so that the host does not wait for the device."""
+        return self._driven.last
+
+    @property
+    def folder(self) -> Path:
+        return self._session.path
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current batch, from 0."""
+        return self._begun.place.epoch if self._begun else 0
+
+    @property
+    def turn(self) -> str:
+        """The name of the optimizer whose turn it is; empty where all step together."""
+        return "" if self._turns is None else self._turns.turns[self._turn].name
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether more batches follow before the optimizer steps."""
+        return self._micro is not None and not self._micro.is_last
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether an epoch ends with the current batch."""
+        return self._begun is not None and self._begun.place.ends_epoch and not self.accumulating
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the current batch that count: 0 where one only keeps the processes in step."""
+        return 0 if self._micro is None else self._micro.num_samples * self._micro.weight
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The last validation, by name; empty before the first."""
+        return self._driven.latest
+
+    @property
+    def best(self) -> Best | None:
+        """The best validation so far: its value, its step and the metric; its checkpoint is kept."""
+        return best_of(self._driven.validation, self._session.job.best)
+
+    def __len__(self) -> int:
+        """Return how many batches the loop gets, if nothing ends it early: of a resumed run, those that are left."""
+        job, driven = self._session.job, self._driven
+        if job.num_steps is None or job.num_samples is None or job.source.sizes_vary:
+            raise TypeError("the run has no length: how many batches its data has is not known beforehand")
+        left = driven.parts.division.num_batches(driven.resumed_from, job.num_steps)
+        return left * (1 if self._turns is None else len(self._turns.turns))
+
+    def __bool__(self) -> bool:
+        return True  # also without a batch
+
+
 class LoopWatch:
     """Tells of what the loop keeps beside its run, and changes, such as a target network: nothing saves it.
 
@@ -501,7 +618,7 @@ class LoopWatch:
         self._modules, self._others = KeptWatch(driven.parts.model), KeptWatch(driven.parts.model)
         sets_epoch = hasattr(driven.loader.source.dataset, "set_epoch")
         self._data = None if sets_epoch or driven.has_hooks else DataWatch(driven.loader)
-        self._carried_names: Carried | None = None  # once the source of the loop was read
+        self._carried_names: CarriedNames | None = None  # once the source of the loop was read
         self._told = set[str]()
 
     def look(self, place: Place) -> None:

@@ -110,6 +110,13 @@ def _unread_flags() -> str:
     return unread_flags(Path(script), sys.argv[1:])
 
 
+def _script_of_run() -> Script:
+    """Return what is run to get the job, and the folders of the runs that it had in this process."""
+    target = target_of_run()
+    arguments = sys.argv[1:] if target.endswith(".py") else []
+    return Script(target, redacted_words(arguments), tuple(_claimed))
+
+
 def _switch_of(recorded: Mapping[str, Any], folder: Path) -> int | None:
     """Return after how many steps compiled code was used: known before a checkpoint, or settled after it."""
     return recorded.get("compiled_from") or read_switch(folder)
@@ -366,14 +373,10 @@ class Session:
 
         def claim() -> dict[str, Any]:
             nonlocal folder
-            target = target_of_run()
-            arguments = sys.argv[1:] if target.endswith(".py") else []
-            script = Script(target, redacted_words(arguments), tuple(_claimed))
-            folder, extensions = claim_folder(self.job, self.config, self.name, script, quiet=self.quiet)
+            folder, found = claim_folder(self.job, self.config, self.name, _script_of_run(), quiet=self.quiet)
             _claimed.append(folder.path)
             is_done = is_finished(folder.path) and not self.config.checkpoint.extends
-            extended_by = [asdict(it) for it in extensions]
-            return {"path": str(folder.path.absolute()), "extensions": extended_by, "is_done": is_done}
+            return {"path": str(folder.path.absolute()), "extensions": list(map(asdict, found)), "is_done": is_done}
 
         claimed = self.world.main_does(claim)
         self._folder = folder

@@ -1,0 +1,465 @@
+"""Looks at the loop of a driven run in its first steps, and finds what a resume or a division of steps would change.
+
+Variables that one step leaves for the next are in no checkpoint. And where samples meet in the loss, the batches of a
+divided step do not come to what the whole one does.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from drivetrain.core.metrics import LossSum, NamedLosses
+from drivetrain.data.batch import MicroBatch, leaves
+from drivetrain.loop.trainer import COUNTED_STEPS
+from drivetrain.run import Session
+from drivetrain.run.loss_probe import leaves_labels_out, looks_like_a_sum, mean_counts
+from drivetrain.run.loss_weighting import BATCH_NORM
+from drivetrain.run.model_factory import couples_samples
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Variables that the loop carries from one step to the next
+#
+# Those that matter for what it does, found in its source: a hidden state, a baseline, a replay buffer, a counter, an
+# environment, an iterator over other data, on which the loss depends; the best accuracy so far and a counter of bad
+# epochs, which decide whether the loop saves a file or ends. No checkpoint holds them, so a resumed run would begin
+# anew with them. Attributes of `self` are variables, too: many loops are methods.
+
+_ENDS = (ast.Continue, ast.Break, ast.Return, ast.Raise)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_SAVING = ("export", "save", "save_checkpoint", "save_file", "save_model", "save_pretrained", "save_weights", "dump")
+
+
+class CarriedNames(NamedTuple):
+    """Holds the names of variables that no checkpoint has."""
+
+    into_loss: Sequence[str] = ()
+    into_choices: Sequence[str] = ()  # whether to save a file, or to end the loop, and not into the loss
+
+
+def carried_variables(frame: FrameType, is_run: Sequence[str]) -> CarriedNames:
+    """Return the names of such variables of the loop that a frame is in; none where its source cannot be read.
+
+    Args:
+        frame: The frame of the loop, while it asks for its next batch.
+        is_run: The names of variables that hold the run. What is given to their methods is the loss.
+    """
+    try:
+        lines, first = inspect.getsourcelines(frame)
+        tree = _AttributesOfSelf().visit(ast.parse(textwrap.dedent("".join(lines))))
+        loop = _innermost_loop(tree, frame.f_lineno - max(first, 1) + 1)
+        if loop is None:
+            return CarriedNames()
+        into_loss = _carried(loop, set(is_run))
+        others = _carried(loop, set(is_run), _choices(loop))
+        return CarriedNames(into_loss, [name for name in others if name not in into_loss])
+    except Exception:  # noqa: BLE001  (it is advice: whatever the source is, the loop goes on)
+        return CarriedNames()
+
+
+class _AttributesOfSelf(ast.NodeTransformer):
+    """Turns `self.name` into one name."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id == "self":
+            return ast.copy_location(ast.Name(f"self.{node.attr}", node.ctx), node)
+        return self.generic_visit(node)
+
+
+def _innermost_loop(tree: ast.AST, line: int) -> ast.For | ast.AsyncFor | ast.While | None:
+    found = [node for node in ast.walk(tree) if isinstance(node, _LOOPS)]
+    around = [node for node in found if node.lineno <= line <= (node.end_lineno or node.lineno)]
+    return max(around, key=lambda node: node.lineno, default=None)
+
+
+def _choices(loop: ast.For | ast.AsyncFor | ast.While) -> list[ast.AST]:
+    """Return where the loop writes a file, as of the best weights so far, and where it ends."""
+    found = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and _name_of(node.func) in _SAVING]
+    return [*found, *_ends_of(loop.body)]
+
+
+def _name_of(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "").split(".")[-1]
+
+
+def _ends_of(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
+    """Yield what leaves the loop that has these statements: not the ends of loops and functions inside of it."""
+    for statement in statements:
+        if isinstance(statement, (ast.Break, ast.Return)):
+            yield statement
+        elif not isinstance(statement, (*_LOOPS, *_FUNCTIONS, ast.ClassDef)):
+            yield from _ends_of([it for it in ast.iter_child_nodes(statement) if isinstance(it, ast.stmt)])
+
+
+def _carried(loop: ast.For | ast.AsyncFor | ast.While, is_run: set[str], choices: Sequence[ast.AST] = ()) -> list[str]:
+    changed = {name for statement in loop.body for name in _may_change(statement)}
+    flow = _Flow(set() if isinstance(loop, ast.While) else _stored(loop.target))
+    flow.take_all(loop.body)
+    needed = _needed(loop, is_run, choices)
+    return sorted((changed & flow.read_first | _counters(loop)) & needed)
+
+
+def _counters(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:
+    """Return the name by which `enumerate` counts the batches: from 0 again, where a run is resumed."""
+    calls = [] if isinstance(loop, ast.While) else [it for it in ast.walk(loop.iter) if isinstance(it, ast.Call)]
+    is_counted = any(isinstance(call.func, ast.Name) and call.func.id == "enumerate" for call in calls)
+    target = None if isinstance(loop, ast.While) else loop.target
+    return _stored(target.elts[0]) if is_counted and isinstance(target, ast.Tuple) else set()
+
+
+def _loaded(node: ast.AST) -> set[str]:
+    """Return the names that an expression reads, without those of its own comprehensions and functions."""
+    parts = list(ast.walk(node))
+    own = {name for it in parts if isinstance(it, ast.comprehension) for name in _stored(it.target)}
+    own |= {it.arg for it in parts if isinstance(it, ast.arg)}
+    own |= {name for it in parts if isinstance(it, _FUNCTIONS) for name in _stored(it)}
+    return {it.id for it in parts if isinstance(it, ast.Name) and isinstance(it.ctx, ast.Load)} - own
+
+
+def _stored(node: ast.AST) -> set[str]:
+    return {it.id for it in ast.walk(node) if isinstance(it, ast.Name) and not isinstance(it.ctx, ast.Load)}
+
+
+def _may_change(statement: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement changes, those whose methods it calls, and those that it gives to functions."""
+    yield from _changed(statement)
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Call):
+            yield from _root(node.func) if isinstance(node.func, ast.Attribute) else ()
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            yield from (argument.id for argument in given if isinstance(argument, ast.Name))
+
+
+def _changed(statement: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement assigns, or changes by an item, by a method that it only calls, or by `next`."""
+    yield from _stored(statement)
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
+            yield from _root(node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield from _root(node.value.func) if isinstance(node.value.func, ast.Attribute) else ()
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next" and node.args:
+            yield from _root(node.args[0])
+
+
+def _root(node: ast.AST) -> Iterator[str]:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    if isinstance(node, ast.Name):
+        yield node.id
+
+
+def _needed(loop: ast.AST, is_run: set[str], choices: Sequence[ast.AST] = ()) -> set[str]:
+    """Return the names that what is given to the run depends on, directly or by other variables of the loop.
+
+    And those that the conditions of `choices` depend on, which are nodes of the loop.
+    """
+    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    given = [call for call in calls if is_run.intersection(_root(call.func)) and _teaches(call.func)]
+    needed = {name for call in given for argument in call.args for name in _loaded(argument)}
+    edges = [edge for node in ast.walk(loop) for edge in _edges(node, [*given, *choices])]
+    while True:
+        # What is done with the run itself, such as a call of its `log`, leads nowhere.
+        more = {name for targets, sources in edges if targets is None or targets & needed - is_run for name in sources}
+        if more <= needed:
+            return needed
+        needed |= more
+
+
+def _teaches(method: ast.expr) -> bool:
+    """Return whether a method of the run changes what is learned: what is logged or exported does not."""
+    return isinstance(method, ast.Attribute) and method.attr in ("backward", "step", "stop")
+
+
+def _edges(node: ast.AST, given: Sequence[ast.AST]) -> Iterator[tuple[set[str] | None, set[str]]]:
+    """Yield the variables that a statement assigns with those it reads; None where it decides on one of the `given`."""
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+        targets = set(_changed(node))
+        yield targets, _loaded(node.value) | (targets if isinstance(node, ast.AugAssign) else set())
+    elif isinstance(node, (ast.For, ast.AsyncFor)):
+        yield _stored(node.target), _loaded(node.iter)
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value not in given:
+        yield set(_changed(node)), _loaded(node.value)
+    elif isinstance(node, (ast.If, ast.While)):
+        inside = [it for statement in node.body for it in ast.walk(statement)]
+        is_about_run = any(it in given for it in inside)
+        yield None if is_about_run else {n for statement in node.body for n in _changed(statement)}, _loaded(node.test)
+    elif isinstance(node, _FUNCTIONS) and not isinstance(node, ast.Lambda):
+        yield {node.name}, {name for statement in node.body for name in _loaded(statement)}
+
+
+class _Flow:
+    """Follows the statements of one pass, and notes what is read before it is assigned."""
+
+    def __init__(self, assigned: set[str]) -> None:
+        self._assigned = assigned
+        self.read_first: set[str] = set()
+
+    def take_all(self, statements: Sequence[ast.stmt]) -> bool:
+        """Return whether the pass ends in them."""
+        for statement in statements:
+            self._take(statement)
+            if isinstance(statement, _ENDS):
+                return True
+        return False
+
+    def _take(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.If):
+            self._read(statement.test)
+            before = set(self._assigned)
+            ends = self.take_all(statement.body)
+            first, self._assigned = self._assigned, before
+            other_ends = self.take_all(statement.orelse)
+            self._assigned = self._assigned if ends else first if other_ends else self._assigned & first
+        elif isinstance(statement, (ast.For, ast.AsyncFor, ast.While)):
+            self._read(statement.test if isinstance(statement, ast.While) else statement.iter)
+            self._assigned |= set() if isinstance(statement, ast.While) else _stored(statement.target)
+            self.take_all(statement.body)
+        elif isinstance(statement, (ast.With, ast.AsyncWith)):
+            for item in statement.items:
+                self._read(item.context_expr)
+                self._assigned |= _stored(item.optional_vars) if item.optional_vars is not None else set()
+            self.take_all(statement.body)
+        elif isinstance(statement, ast.Try):
+            self.take_all(statement.body)
+            self.take_all(statement.finalbody)
+        else:
+            if isinstance(statement, ast.AugAssign):
+                self.read_first |= _stored(statement.target) - self._assigned
+            self._read(statement)
+            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self._assigned.add(statement.name)
+            else:
+                self._assigned |= _stored(statement)
+
+    def _read(self, node: ast.AST) -> None:
+        self.read_first |= _loaded(node) - self._assigned
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Divided steps
+#
+# The first batches show whether a divided step is the whole one; where it is not, a line says so. The loss is the
+# loop's own, so it cannot be computed again on parts of a batch, as `dt.train` does. What is looked at is how it was
+# computed: its graph, the buffers that the forward changed, and its second derivatives by what the model returned.
+# Where samples do not meet in the loss, those of one sample's output by another's are exactly 0.
+
+_MOST_CALLS = 3  # of the model for a batch: two views or towers, an anchor with two others
+_MOST_VALUES = 4_000_000  # of an output: that of embeddings, not the logits of a vocabulary
+_MOST_NODES = 2000  # of a graph, between the loss and the outputs
+_COUPLED = "so what is learned depends on how many batches a step is divided into"
+
+
+class DivisionWatch:
+    """Looks at the first batches of divided steps, and tells once of each thing that makes them unlike the whole step.
+
+    Args:
+        session: The run.
+        model: The model, as the loop has it.
+        say: Prints a line.
+        is_called: Whether the loop calls the model itself, so that its outputs can be watched; not a compiled one.
+    """
+
+    def __init__(self, session: Session, model: nn.Module, say: Callable[[str], None], *, is_called: bool) -> None:
+        self._has_peers, self._model, self._say = session.world.size > 1, model, say
+        # How many batches are looked at.
+        self._num_left = COUNTED_STEPS if session.weighting.reason == "not measured" else 0
+        self._buffers = _buffers_but_of_norms(model)
+        self._versions: list[int] = []
+        self._outputs = _Outputs(model) if is_called and not session.holds_parts else None
+        self._counts: list[tuple[int, list[int]]] = []  # of each batch: its samples, and what its means are over
+        self._told = set[str]()
+
+    def begin(self, micro: MicroBatch) -> None:
+        """Prepare to look at a batch that is handed out now."""
+        if not self._is_divided(micro):
+            return
+        self._versions = [buffer._version for buffer in self._buffers.values()]
+        if self._outputs is not None:
+            self._outputs.watch()
+
+    def end(self) -> None:
+        """Look at the model's outputs no longer; called where the forward of a batch is over, however it ended."""
+        if self._outputs is not None:
+            self._outputs.close()
+
+    def judge(self, micro: MicroBatch, loss: Tensor | LossSum | NamedLosses) -> None:
+        """Say why the batches of a step together are not the whole one, if they are not."""
+        if not self._is_divided(micro):
+            self._num_left = max(0, self._num_left - 1)
+            return
+        is_first, self._num_left = self._num_left == COUNTED_STEPS, self._num_left - 1
+        lines: dict[str, str] = {}
+        if is_first and couples_samples(self._model):
+            lines["norm"] = (
+                f"{BATCH_NORM}: what is learned depends on how many batches a step is divided into (group or layer "
+                "normalization does not depend on it)"
+            )
+        changed = self._changed_buffers()
+        if changed:
+            lines["buffers"] = (
+                f"each forward pass changes {', '.join(changed[:3])}{', …' if changed[3:] else ''}, {_COUPLED}. Keep a "
+                "step in one batch (--batch-size), or change it once per step in a hook, dt.every(1, …)"
+            )
+        lines |= self._about_loss(micro, loss, is_first=is_first)
+        for kind, line in lines.items():
+            if kind not in self._told:
+                self._told.add(kind)
+                self._say(f"  loss       {line}")
+
+    def _is_divided(self, micro: MicroBatch) -> bool:
+        return self._num_left > 0 and (self._has_peers or not micro.is_last or micro.number > 0)
+
+    def _changed_buffers(self) -> list[str]:
+        versions, self._versions = self._versions, []
+        pairs = zip(self._buffers.items(), versions, strict=False)  # none where the step has a closure
+        return [name for (name, buffer), version in pairs if buffer._version != version]
+
+    def _about_loss(self, micro: MicroBatch, loss: Any, *, is_first: bool) -> dict[str, str]:
+        found: dict[str, str] = {}
+        if is_first and isinstance(loss, Tensor) and looks_like_a_sum(loss, max(1, micro.num_samples)):
+            found["sum"] = (
+                "it looks like a sum over its batch, and is taken for a mean, so its gradients depend on how many "
+                "batches a step is divided into. --loss-weighting sum adds them up, as in a loop without "
+                "micro-batches; run.backward(dt.LossSum(sum, count)) divides by the count"
+            )
+        if isinstance(loss, Tensor) and leaves_labels_out(loss):
+            self._num_left = 0
+            found["labels"] = (
+                "it is a mean over labels that are not ignored, or over class weights, and is taken for a mean over "
+                "samples, so its gradients depend on how a step is divided. run.backward(dt.LossSum(sum, count)) "
+                'divides by the count: cross_entropy(…, reduction="sum") and (labels != -100).sum()'
+            )
+        elif isinstance(loss, Tensor) and (unlike := self._unlike_means(micro, loss)):
+            found["means"] = (
+                f"it is a mean over {unlike}, and is taken for a mean over samples, so its gradients depend on how a "
+                "step is divided. run.backward(dt.LossSum(sum, count)) divides by the count"
+            )
+        total = loss.total if isinstance(loss, LossSum) else loss
+        if self._outputs is not None and isinstance(total, Tensor) and self._outputs.meet_in(total, micro.num_samples):
+            found["coupled"] = (
+                f"it compares the samples of a batch with each other, as contrastive losses and roots of a mean do, "
+                f"{_COUPLED}. Keep a step in one batch, on one process: --batch-size as large as the global batch"
+            )
+        return found
+
+    def _unlike_means(self, micro: MicroBatch, loss: Tensor) -> str:
+        """Return in words how the numbers of values differ that a mean is over in batches of as many samples."""
+        now = micro.num_samples, mean_counts(loss)
+        for num_samples, counts in self._counts:
+            for before, after in zip(counts, now[1], strict=False) if len(counts) == len(now[1]) else ():
+                if before != after and before * now[0] != after * num_samples:
+                    return f"{before} values in a batch of {num_samples} samples and {after} in one of {now[0]}"
+        self._counts.append(now)
+        return ""
+
+
+def _buffers_but_of_norms(model: nn.Module) -> dict[str, Tensor]:
+    of_norms = {id(it) for part in model.modules() if isinstance(part, _BatchNorm) for it in part.buffers()}
+    return {name: it for name, it in model.named_buffers() if id(it) not in of_norms}
+
+
+class _Outputs:
+    """What the outermost calls of a model's parts return while a batch is computed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._handles: list[Any] = []
+        self._found: list[Tensor] = []
+        self._depth = self._num_calls = 0
+
+    def watch(self) -> None:
+        self.close()
+        self._found, self._depth, self._num_calls = [], 0, 0
+        for module in self._modules:
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._handles.append(module.register_forward_pre_hook(self._enter))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():  # the loop's own torch.compile leaves both out
+            self._depth += 1
+
+    def _leave(self, module: nn.Module, inputs: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._num_calls += 1
+            if self._num_calls <= _MOST_CALLS:
+                self._found += [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+
+    def meet_in(self, loss: Tensor, num_samples: int) -> bool:
+        """Return whether the loss's derivative by the output of the first sample depends on other samples' outputs.
+
+        Rows that are a multiple of the samples are taken for several rows of each, such as two views. False where it
+        cannot be found out.
+        """
+        found, self._found = self._found, []
+        if num_samples < 2 or self._num_calls > _MOST_CALLS:
+            return False
+        try:
+            outputs = [it for it in found if _has_rows_of(it, num_samples)]
+            outputs = _nearest(loss, outputs) if len(outputs) == len(found) else []
+            return bool(outputs) and _are_coupled(loss, outputs, num_samples)
+        except (RuntimeError, NotImplementedError):  # an operation has no second derivative: it is advice
+            return False
+
+
+def _has_rows_of(output: Tensor, num_samples: int) -> bool:
+    if torch._C._functorch.is_functorch_wrapped_tensor(output) or output.layout != torch.strided:
+        return False
+    is_plain = output.grad_fn is not None and not output._backward_hooks and output.dim() > 0
+    is_plain = is_plain and output.is_floating_point() and output.numel() <= _MOST_VALUES
+    has_time_first = output.dim() > 2 and output.shape[1] == num_samples
+    return is_plain and not has_time_first and output.shape[0] % num_samples == 0
+
+
+def _nearest(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs that the loss was computed from directly, not through other ones; none in a large graph."""
+    by_node: Mapping[Any, Tensor] = {output.grad_fn: output for output in outputs}
+    nodes, seen, nearest = [loss.grad_fn], set[Any](), dict[int, Tensor]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in by_node:
+            nearest[id(node)] = by_node[node]
+        elif len(seen) > _MOST_NODES:
+            return []
+        else:
+            nodes += [other for other, _ in node.next_functions]
+    return list(nearest.values())
+
+
+def _are_coupled(loss: Tensor, outputs: Sequence[Tensor], num_samples: int) -> bool:
+    firsts: Sequence[Tensor | None] = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+    for gradient in firsts:
+        if gradient is None or not gradient.requires_grad:
+            continue
+        row = gradient[0].flatten()
+        weights = torch.arange(1, len(row) + 1, dtype=row.dtype, device=row.device).cos()
+        seconds: Sequence[Tensor | None] = torch.autograd.grad(
+            (row * weights).sum(), outputs, retain_graph=True, allow_unused=True
+        )
+        for second in seconds:
+            if second is None:
+                continue
+            touched = ((second != 0) & second.isfinite()).flatten(1 if second.dim() > 1 else 0)
+            num_touched = int((touched.any(1) if second.dim() > 1 else touched).sum())
+            if num_touched > second.shape[0] // num_samples:
+                return True
+    return False
