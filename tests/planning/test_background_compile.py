@@ -1,6 +1,7 @@
 """Training eagerly while another process compiles, and going over to the compiled code at a step on record."""
 
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from torch.utils.data import TensorDataset
 
 import drivetrain as dt
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.metrics import StepRecord
 from drivetrain.core.run_folder import read_switch, write_switch
+from drivetrain.monitor.recorder import NoRunRecorder
 from drivetrain.planning import fresh_process
 from drivetrain.planning.fresh_process import ChildError, refuse_background
 from drivetrain.strategies.compiling import num_graphs
@@ -205,12 +208,12 @@ def after_step(context):
     if kill_at and context.step == kill_at or kill_at < 0 and over is not None and context.step == over + 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if kill_at < 0 and over is None:
-        time.sleep(0.3)
+        time.sleep(0.6)
 
 others = {} if kill_at > 0 else {"compile": True, "compile_from": "ready"}
 dt.train(job(after_step, max_steps=last), settings(folder, checkpoint_every=every, **others))
 """
-LAST = 1200  # of which a sixth, at the most, are slow
+LAST = 500  # of which most may be slow, on a busy machine
 
 
 def test_killed_after_the_switch_it_comes_to_the_same_bits(tmp_path: Path) -> None:
@@ -271,3 +274,23 @@ def test_a_loop_of_ones_own_is_refused(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         dt.configure(**settings)
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.5, "2.00 times"), (1.25, "0.80 times as fast as before: without")])
+def test_it_tells_once_how_much_faster_steps_became(seconds: float, words: str) -> None:
+    lines: list[str] = []
+    switch = fresh_process.CompileSwitch.__new__(fresh_process.CompileSwitch)
+    switch.is_eager, switch._eager_seconds, switch._compiled_seconds = True, deque(maxlen=20), []
+    switch._recorder, switch._went_over_after = RecordingLines(lines), None
+    for step in range(1, 80):
+        if step == 30:
+            switch.is_eager, switch._went_over_after = False, 29
+        took = 1.0 if step < 30 else 9.0 if step < 33 else seconds  # the first compiled steps take long
+        switch.observe(StepRecord(step, 0, 8, 0.0, 8.0, 0.1, None, took))
+    assert len(lines) == 1
+    assert words in lines[0]
+
+
+class RecordingLines(NoRunRecorder):
+    def __init__(self, lines: list[str]) -> None:
+        self.say = lines.append  # type: ignore[method-assign]

@@ -471,7 +471,8 @@ class CompileSwitch:
                 compiled_seconds = statistics.median(self._compiled_seconds[SETTLING_STEPS:])
                 gain = statistics.median(self._eager_seconds) / compiled_seconds
                 self._recorder.event("compiled steps", step=record.step, gain=round(gain, 4))
-                self._recorder.say(f"  compiling  steps are {gain:.2f} times as fast as before")
+                advice = "" if gain >= 1 else ": without --compile, this job is faster"
+                self._recorder.say(f"  compiling  steps are {gain:.2f} times as fast as before{advice}")
 
     def _is_time(self, num_done: int) -> bool:
         """Return whether the step after `num_done` steps is the first that is compiled."""
