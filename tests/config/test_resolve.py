@@ -452,6 +452,13 @@ def test_a_plan_holds_nothing_but_choices_of_a_plan(tmp_path: Path) -> None:
     assert "--epochs" in problems[1].remedy
 
 
+@pytest.mark.parametrize(("asked", "expected"), [("ready", 727), (3, 3)])
+def test_a_plan_knows_when_compiled_code_was_ready(asked: str | int, expected: int, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("choices:\n  compile.from_step:\n    value: 727\n")
+    assert configure(plan=plan, compile=True, compile_from=asked).compile.from_step == expected
+
+
 def test_a_flag_for_the_batch_leaves_nothing_of_what_a_plan_says_of_it(tmp_path: Path) -> None:
     file = write(tmp_path, "choices:\n  batch.size: {value: 8}\n  batch.accumulation: {value: 4}\n", "mine.yaml")
     pinned = configure(plan=file)

@@ -292,6 +292,14 @@ def configure(file: Path | str | None = None, /, hardware: Hardware | None = Non
     return found.config.with_notes(found.notes)
 
 
+def _without_waiting(sources: Sequence[Sequence[Given]], pinned: Sequence[Given]) -> Sequence[Sequence[Given]]:
+    """Leave out `--compile-from ready` where a plan knows when it was: then its run is repeated, to the bit."""
+    name = "compile.from_step"
+    if not any(given.name == name for given in pinned):
+        return sources
+    return [[given for given in source if (given.name, given.value) != (name, "ready")] for source in sources]
+
+
 def resolve(
     sources: Sequence[Sequence[Given]],
     problems: Sequence[Problem] = (),
@@ -310,6 +318,7 @@ def resolve(
     global_batch = None
     if isinstance(plan, (str, Path)) and str(plan) != "auto":
         pinned, more, global_batch = from_plan(Path(plan))
+        sources = _without_waiting(sources, pinned)
         names = {given.name for source in sources for given in source}
         if names & _DIVIDE_A_STEP:  # one of them says all that the plan says with both
             names |= _DIVIDE_A_STEP

@@ -416,7 +416,7 @@ class CompileSwitch:
         self._compiled_seconds: list[float] = []  # of those after it
         self._went_over_after: int | None = None  # how many steps
         way = run.way
-        self.is_eager = way.compiled_from is None or first_step < way.compiled_from
+        self.is_eager = not run.is_done and (way.compiled_from is None or first_step < way.compiled_from)
         why_not = _why_at_once(run) if self.is_eager else ""
         if why_not and way.compiled_from is None:
             self.is_eager = False
