@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import drivetrain as dt
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.launchers import PHASES, supervision
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.monitor.phases import FlopCount
 from drivetrain.plan.fitting import _Live
@@ -26,6 +27,7 @@ from drivetrain.strategies.compiling import (
     compiled,
     forget_compiled,
     num_graphs,
+    tell_compiling,
     why_not_compiled,
 )
 from drivetrain.strategies.sharding import compile_blocks
@@ -333,3 +335,18 @@ def test_a_run_with_compiled_blocks_learns_the_same(tmp_path: Path, request: pyt
         dt.train(stacked_job("none", Gated), dt.configure(**settings, compile=True, compile_scope="blocks"))
     with pytest.raises(ConfigError, match="compiling is off"):
         dt.configure(compile=False, compile_scope="blocks")
+
+
+def test_a_watchdog_hears_of_compiling_after_a_reset_too() -> None:
+    phases = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        phases.append(PHASES[supervision._phase])
+        return graph.forward
+
+    for _ in range(2):
+        tell_compiling()
+        torch.compile(lambda values: values + 1, backend=backend)(torch.ones(2))
+        torch.compiler.reset()  # as planning does
+    assert phases == ["compile", "compile"]
+    assert PHASES[supervision._phase] != "compile"

@@ -25,7 +25,7 @@ from drivetrain.moe import MixtureOfExperts
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.layers import repeated_blocks
 
-_is_told: list[bool] = []  # whether the compiler was asked to tell, once in a process
+_compiling: list[AbstractContextManager[None]] = []  # the phase of the supervision while something is compiled
 GRAPHS_PER_MODULE = 4  # at most: two dtypes of the input, for training and for validation
 EXPERTS = "experts"  # of a mixture: its layer is compiled, since the experts' products are grouped there
 
@@ -51,21 +51,21 @@ def why_not_compiled(device: torch.device) -> str:
 def tell_compiling() -> None:
     """Have the supervisor told when something is compiled in the middle of training: that is no hang."""
     dynamo = sys.modules.get("torch._dynamo.callback")  # not imported: nothing is compiled
-    if dynamo is None or _is_told:
+    # `torch.compiler.reset()`, which planning calls and users may, takes all callbacks out.
+    if dynamo is None or _begin_compiling in dynamo.callback_handler.start_callbacks:
         return
-    _is_told.append(True)
-    begun: list[AbstractContextManager[None]] = []
+    dynamo.callback_handler.register_start_callback(_begin_compiling)
+    dynamo.callback_handler.register_end_callback(_end_compiling)
 
-    def start(_: Any = None) -> None:
-        begun.append(supervision.in_phase("compile"))
-        begun[-1].__enter__()
 
-    def end(_: Any = None) -> None:
-        if begun:
-            begun.pop().__exit__(None, None, None)
+def _begin_compiling(_: Any = None) -> None:
+    _compiling.append(supervision.in_phase("compile"))
+    _compiling[-1].__enter__()
 
-    dynamo.callback_handler.register_start_callback(start)
-    dynamo.callback_handler.register_end_callback(end)
+
+def _end_compiling(_: Any = None) -> None:
+    if _compiling:
+        _compiling.pop().__exit__(None, None, None)
 
 
 def compile_named(
