@@ -76,6 +76,16 @@ def test_the_copy_is_of_what_the_stream_had_been_given_before(clones: bool) -> N
     assert tensor.eq(2).all()
 
 
+def test_pinning_rests_after_each_piece() -> None:
+    """Nothing can be launched while a piece is pinned: without rests, no step got through for eight seconds."""
+    _, _, shards = big_state()
+    rests: list[float] = []
+    copies = Staging(clones=False)
+    copies.prepare(shards, rest=rests.append)
+    assert len(rests) == len(copies._copies[0]._memory) > 4
+    assert min(rests) > 0
+
+
 @BOTH_WAYS
 def test_the_host_does_not_wait(clones: bool) -> None:
     _, optimizer, shards = big_state()

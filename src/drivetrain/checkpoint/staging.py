@@ -11,7 +11,9 @@ The host waits for neither, except in `until_copied`, which the writer's thread 
 """
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ from torch import Tensor
 from drivetrain.core.state import Shard
 
 PIECE_BYTES = 64 * 2**20  # pinning takes a lock that launches need, too; so it is done piece by piece
+REST = 2.0  # between two pieces, relative to the time of one: the launches of steps catch up
 ALIGNMENT = 64
 LEFT_FREE = 0.1  # of a device's memory, besides a clone: a later step may need more than the first
 PAGE_BYTES = 4096
@@ -51,6 +54,10 @@ class StagingPiece:
         }
 
 
+def _not_at_all(seconds: float) -> None:
+    """Do not rest: nothing else uses the device, or somebody waits."""
+
+
 class Staging:
     """Copies one state at a time: the last one must be done with before the next. Used by one thread at a time."""
 
@@ -59,10 +66,14 @@ class Staging:
         self._layouts: list[StagingLayout] = []
         self._copies: list[_Copy] = []
 
-    def prepare(self, shards: Sequence[Shard]) -> None:
+    def prepare(self, shards: Sequence[Shard], rest: Callable[[float], object] = _not_at_all) -> None:
         """Allocate the memory for a state like this one.
 
         Costs time, so do it before the first `take`, in another thread.
+
+        Args:
+            shards: A state.
+            rest: Is called with seconds for which launches should have the device's driver to themselves.
         """
         layouts = [StagingLayout(shard.tensor.device, shard.tensor.dtype, shard.tensor.shape) for shard in shards]
         if layouts == self._layouts:
@@ -72,7 +83,7 @@ class Staging:
         for number, layout in enumerate(layouts):
             numbers.setdefault(layout.device, []).append(number)
         self._copies = [
-            _CudaCopy(device, layouts, own, self._clones) if device.type == "cuda" else _Copy(layouts, own)
+            _CudaCopy(device, layouts, own, self._clones, rest) if device.type == "cuda" else _Copy(layouts, own)
             for device, own in numbers.items()
         ]
         self._layouts = layouts
@@ -98,9 +109,21 @@ class Staging:
 class _Copy:
     """Copies tensors that are in host memory already, or that no stream orders."""
 
-    def __init__(self, layouts: Sequence[StagingLayout], numbers: Sequence[int], *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[StagingLayout],
+        numbers: Sequence[int],
+        rest: Callable[[float], object] = _not_at_all,
+        *,
+        pinned: bool = False,
+    ) -> None:
         self._pieces = _packed(layouts, numbers)
-        self._memory = [_host_memory(piece.used, pinned) for piece in self._pieces]
+        self._memory: list[Tensor] = []
+        for piece in self._pieces:
+            began = time.perf_counter()
+            self._memory.append(_host_memory(piece.used, pinned))
+            if pinned:
+                rest(REST * (time.perf_counter() - began))
         views: dict[int, Tensor] = {}
         for piece, memory in zip(self._pieces, self._memory, strict=True):
             views |= piece.views(memory, layouts)
@@ -117,9 +140,14 @@ class _Copy:
 
 class _CudaCopy(_Copy):
     def __init__(
-        self, device: torch.device, layouts: Sequence[StagingLayout], numbers: Sequence[int], clones: bool | None
+        self,
+        device: torch.device,
+        layouts: Sequence[StagingLayout],
+        numbers: Sequence[int],
+        clones: bool | None,
+        rest: Callable[[float], object],
     ) -> None:
-        super().__init__(layouts, numbers, pinned=True)
+        super().__init__(layouts, numbers, rest, pinned=True)
         self._device = device
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -192,14 +220,11 @@ def _packed(layouts: Sequence[StagingLayout], numbers: Sequence[int]) -> list[St
 
 
 def _host_memory(num_bytes: int, pinned: bool) -> Tensor:
-    memory = None
     if pinned:
-        try:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:  # the system does not let us lock as much; the copy takes longer then, and is as right
-            memory = None
-    if memory is None:
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        # Where the system does not let us lock as much, the copy takes longer, and is as right.
+        with suppress(RuntimeError):
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
     memory.numpy()[::PAGE_BYTES] = 0  # the system hands out pages when they are touched: here, not in the loop
     return memory
 
