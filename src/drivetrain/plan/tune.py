@@ -215,6 +215,7 @@ def _not_taken(first: RepeatTrial, cheapest: RepeatTrial | None, others: list[Re
 # batch: a way divides the same work differently, and nothing else.
 
 SMALLER_GAIN = 0.015  # for which a smaller micro-batch is taken
+MUCH_SLOWER = 0.04  # than the best: then no smaller one is tried, where steps are long
 SMALLER_GAIN_OF_SHORT = 0.1  # where a step is short: more launches gain nothing there, and noise is larger
 MOST_OUT_OF_MEMORY = 2
 # A measurement takes a fraction of the time that may be spent on all of them, but not less than noise asks for.
@@ -527,7 +528,7 @@ class _Search:
         best: tuple[float, int] | None = None
         num_slower = 0
         for size in _sizes(self._scope.rank_samples, largest):
-            if best is not None and (self._has_few_steps or self._is_out_of_time() or num_slower == 2):
+            if best is not None and (self._has_few_steps or self._is_out_of_time() or num_slower >= 2):
                 break  # past the best: one slower size may be an odd one
             other = way.but(micro_batch=size)
             self._forecast(other)
@@ -538,7 +539,7 @@ class _Search:
             seconds = measured.sample_seconds
             is_short = seconds * self._scope.rank_samples < SHORT_STEP_SECONDS
             if best is not None and seconds > best[0] * (1 - (SMALLER_GAIN_OF_SHORT if is_short else SMALLER_GAIN)):
-                num_slower += 1
+                num_slower += 2 if not is_short and seconds > best[0] * (1 + MUCH_SLOWER) else 1
             else:
                 best, num_slower = (seconds, size), 0
             if self._scope.largest_micro_batch:

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import put_rates_on_device
 from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn, turns_in
 
-WARM_STEPS, LEAST_ROUNDS, MOST_STEPS, LAUNCH_LOOKS = 2, 3, 50, 2
+WARM_STEPS, ROUNDS, MOST_STEPS, LAUNCH_LOOKS = 2, 3, 50, 2
+LONG_STEP_SECONDS = 0.1  # one look at such a step's launching is enough
 ROUND_SECONDS, BRIEF_PARTS = 0.02, 4
 FORGOTTEN_AFTER = 600  # seconds: longer than any way is tried
 MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for the longest
@@ -175,7 +177,7 @@ class StepProbe:
                 parameter_bytes=held.parameters + held.buffers,
                 gradient_bytes=held.gradients,
                 optimizer_bytes=held.optimizer,
-                launch_share=_launch_share(lambda: step(1), device) if seconds else 0.0,
+                launch_share=_launch_share(lambda: step(1), device, one) if seconds else 0.0,
                 is_brief=not seconds,
             )
 
@@ -415,36 +417,39 @@ def _timed(step: Callable[[], None], device: torch.device, seconds: float) -> fl
     num_steps = max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(first, 1e-6))))
     times: list[float] = []
     began = time.perf_counter()
-    while len(times) < LEAST_ROUNDS or time.perf_counter() - began < seconds:
-        times.append(_round_seconds(step, num_steps, device))
-    return sorted(times)[len(times) // 2]
+    while not times or time.perf_counter() - began < seconds:
+        times += _rounds(step, num_steps, device)
+    return statistics.median(times)
 
 
-def _round_seconds(step: Callable[[], None], num_steps: int, device: torch.device) -> float:
-    """Return the seconds of a step among others. The host waits once per round, not after each step, as in a run."""
+def _rounds(step: Callable[[], None], num_steps: int, device: torch.device) -> list[float]:
+    """Return the seconds of a step in each of a few rounds. As in a run, the host does not wait after each step."""
     if device.type != "cuda":
-        start = time.perf_counter()
+        marks = [time.perf_counter()]
+        for _ in range(ROUNDS):
+            for _ in range(num_steps):
+                step()
+            synchronize(device)
+            marks.append(time.perf_counter())
+        return [(after - before) / num_steps for before, after in pairwise(marks)]
+    # By the device's clock, from a step's end to another's: as in a run, the device does not wait for a first launch.
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)]  # type: ignore[no-untyped-call]
+    step()
+    events[0].record()
+    for event in events[1:]:
         for _ in range(num_steps):
             step()
-        synchronize(device)
-        return (time.perf_counter() - start) / num_steps
-    # By the device's clock, from a step's end to another's: as in a run, the device does not wait for a first launch.
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    step()
-    begin.record()
-    for _ in range(num_steps):
-        step()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000 / num_steps
+        event.record()
+    events[-1].synchronize()
+    return [before.elapsed_time(after) / 1000 / num_steps for before, after in pairwise(events)]
 
 
-def _launch_share(step: Callable[[], None], device: torch.device) -> float:
+def _launch_share(step: Callable[[], None], device: torch.device, step_seconds: float) -> float:
     """Return the share of a step's time that the host takes to launch it, from an idle device on. 0 on a CPU."""
     if device.type == "cpu":
         return 0.0
     shares = []
-    for _ in range(LAUNCH_LOOKS):
+    for _ in range(LAUNCH_LOOKS if step_seconds < LONG_STEP_SECONDS else 1):
         synchronize(device)
         start = time.perf_counter()
         step()

@@ -19,9 +19,9 @@ from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.plan import PlannedRun
 from drivetrain.plan.tune import Measurement
 from drivetrain.planning.probe import (
-    LEAST_ROUNDS,
     MOST_STEPS,
     ROUND_SECONDS,
+    ROUNDS,
     WARM_STEPS,
     Journal,
     StepProbe,
@@ -302,7 +302,7 @@ def _seconds_of(step: Callable[[], None], world: World, seconds: float) -> float
             return times[0]
         if len(times) == 1:
             num_steps = int(world.agree(max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(times[0], 1e-6))))))
-        is_over = len(times) > LEAST_ROUNDS and time.perf_counter() - began >= seconds
+        is_over = len(times) > ROUNDS and time.perf_counter() - began >= seconds
         if world.agree(is_over):
             timed = sorted(times[1:])  # the first showed how many steps make a round
             return timed[len(timed) // 2]
