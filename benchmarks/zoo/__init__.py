@@ -3,7 +3,8 @@
 A model is a file here with `WORDS`, which say what it is, and `workload(smoke)`. Adding one is adding its file: its
 contest is `python -m benchmarks zoo-NAME`, and `zoo` runs all of them. The goal of each is to be no slower than the
 faster of the two loops by hand. A file may say more: `CHANNELS_LAST` for the loops by hand, which packages it `NEEDS`,
-and `ours(smoke)` where a user would not write `dt.Job` for it.
+how long the loops by hand may take (`EAGER_SECONDS`, `COMPILED_SECONDS`), and `ours(smoke)` where a user would not
+write `dt.Job` for it.
 """
 
 import importlib
@@ -45,8 +46,13 @@ def contest(name: str, smoke: bool = False) -> Contest:
         units_per_step=size,
         competitors=(
             model.ours(smoke) if hasattr(model, "ours") else with_no_flags(work, cap_seconds=300),
-            hand("eager", "eager", 60, compiled=False),
-            hand("compiled", "the loss compiled with the model inside", 150, compiled=True),
+            hand("eager", "eager", getattr(model, "EAGER_SECONDS", 60), compiled=False),
+            hand(
+                "compiled",
+                "the loss compiled with the model inside",
+                getattr(model, "COMPILED_SECONDS", 150),
+                compiled=True,
+            ),
         ),
         order=("ours", "eager", "compiled", "eager", "ours"),
         aims=(
