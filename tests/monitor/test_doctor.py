@@ -53,6 +53,7 @@ def leading(phases: dict[str, float], **changes: Any) -> Symptom:
         ({**HEALTHY, "prayer": 0.008}, {}, "prayer-bound"),  # a phase that is not known is named as it is
         (HEALTHY, {"device": "cuda", "waited_seconds": 0.0, "busy": 0.4}, "launch-bound"),
         (HEALTHY, {"device": "cuda", "waited_seconds": 0.0}, "launch-bound"),
+        (HEALTHY, {"device": "cuda", "waited_seconds": 0.0, "mfu": 0.5, "peak_flops": 9e14}, "compute-bound"),
         (HEALTHY, {"device": "cuda", "waited_seconds": 0.006, "busy": 0.4}, "compute-bound"),
         (HEALTHY, {"device": "cuda", "waited_seconds": 0.0, "busy": 0.97}, "compute-bound"),
         (HEALTHY, {"device": "cuda", "allocation_retries": 60}, "memory-bound"),

@@ -270,9 +270,12 @@ def _launch(seen: Observed) -> Iterator[Symptom]:
     """Detect launch overhead: the host never waited for the device, though it reads each step's outcome.
 
     So the device waits for the host. How long, the driver's count of busy time says: what is missing of the phases that
-    compute was spent idle.
+    compute was spent idle. Without that count, a device far from idle is one that computes at a good rate: the host is
+    held up while it launches, since more does not fit into the device's queue.
     """
     if seen.device != "cuda" or seen.waited_seconds is None:
+        return
+    if seen.busy is None and (seen.mfu or 0.0) >= LOW_RATE:
         return
     if seen.waited_seconds > WAITS_LITTLE * seen.step_seconds:
         return
