@@ -293,6 +293,7 @@ def test_a_save_does_not_wait_for_the_rests_of_getting_memory(tmp_path: Path) ->
     saver.judged()
     saver.finish()
     assert staging.rests == [True, True]
+    assert [outcome.waited_seconds for outcome in saver.take_news()] == [0.0]  # there was no save to wait for
     assert checkpointer.steps() == [1]
 
 

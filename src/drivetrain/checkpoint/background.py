@@ -137,7 +137,7 @@ class BackgroundSaver:
         refuse_unstorable_meta(meta)
         text = json.dumps(dict(meta))
         self._join()
-        waited = time.monotonic() - began
+        waited = 0.0 if self._save is None else time.monotonic() - began  # else for memory, see `prepare`
         save = self._save = _Save(step)
         split, staged, until_copied = Split(shards), list(shards), self._staging.until_copied
         try:
