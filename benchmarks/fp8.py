@@ -3,7 +3,7 @@
 Each precision trains the same job, compiled, on text that can be learned: the source of torch, two bytes a token.
 `FP8_STEPS` says how many steps (the first 20 are not timed), `FP8_SIZES` which models, `FP8_PRECISIONS` what besides
 bf16. Weights are drawn as GPT-2's were, gradients are clipped, and the rate warms up: the loss begins near the
-logarithm of the vocabulary, so that a deviation means something.
+logarithm of the vocabulary, so that a deviation means something. A run that is stopped counts for the steps it did.
 """
 
 import os
@@ -20,7 +20,7 @@ from benchmarks.gpt2 import CONTEXT, VOCABULARY, Gpt2, draw_weights, loss_of
 from benchmarks.rivals import rows, step_seconds
 from drivetrain import Job, WarmupCosine, configure, train
 
-STEPS, WARM_STEPS = int(os.environ.get("FP8_STEPS", "120")), 20
+STEPS, WARM_STEPS, LAST = int(os.environ.get("FP8_STEPS", "120")), 20, 50
 PRECISIONS = ("bf16", *os.environ.get("FP8_PRECISIONS", "fp8,fp8-tensor").split(","))
 # Width, depth, heads, and samples of a step.
 SIZES = {"124M": (768, 12, 12, 64), "1.4B": (2048, 26, 16, 16)}
@@ -35,15 +35,23 @@ def measure() -> dict[str, list[float]]:
             seconds, losses = one(size, precision, data)
             batch = SIZES[size][3]
             found[f"{size}, {precision}: thousand tokens/s"] = [batch * CONTEXT / each / 1e3 for each in seconds]
-            found[f"{size}, {precision}: loss of the last 10 steps"] = losses[-10:]
+            found[f"{size}, {precision}: losses"] = losses
             step = 1e3 * statistics.median(seconds)
             print(f"{size}, {precision}: {step:.1f} ms a step, loss {losses[0]:.3f} to {losses[-1]:.3f}", flush=True)
+        trained = {precision: found.pop(f"{size}, {precision}: losses") for precision in PRECISIONS}
+        num_steps = min(map(len, trained.values()))  # of which all have the losses, where one was stopped
         bf16 = found[f"{size}, bf16: thousand tokens/s"]
-        for precision in PRECISIONS[1:]:
-            ours, last = (f"{size}, {precision}: {what}" for what in ("thousand tokens/s", "loss of the last 10 steps"))
-            found[f"{size}, {precision} / bf16: speed"] = [statistics.median(found[ours]) / statistics.median(bf16)]
-            moved = sum(found[last]) / sum(found[f"{size}, bf16: loss of the last 10 steps"]) - 1
-            found[f"{size}, {precision} / bf16: loss (%)"] = [100 * moved]
+        for precision, losses in trained.items():
+            found[f"{size}, {precision}: steps"] = [float(len(losses))]
+            found[f"{size}, {precision}: loss of the last steps that all have"] = losses[num_steps - LAST : num_steps]
+            if precision == "bf16":
+                continue
+            ours = found[f"{size}, {precision}: thousand tokens/s"]
+            found[f"{size}, {precision} / bf16: speed"] = [statistics.median(ours) / statistics.median(bf16)]
+            pairs = list(zip(losses, trained["bf16"], strict=False))[num_steps - LAST : num_steps]
+            found[f"{size}, {precision} / bf16: loss, step by step (%)"] = [
+                100 * (ours / bf16 - 1) for ours, bf16 in pairs
+            ]
     return found
 
 
@@ -89,6 +97,4 @@ def one(size: str, precision: str, data: TensorDataset) -> tuple[list[float], li
         settings |= {"auto_optimize": False, "report": False}
         done = train(job, configure(output_dir=folder, precision=precision, checkpoint_every=10**6, **settings))
         losses = [float(row["loss"]) for row in rows(done.folder / "steps.jsonl")]
-        if len(losses) < STEPS:
-            raise SystemExit(f"fp8: {size}, {precision} was stopped after {len(losses)} of {STEPS} steps")
         return step_seconds(done.folder)[WARM_STEPS:], losses
