@@ -277,12 +277,12 @@ def _verdicts(arguments: argparse.Namespace, hardware: Hardware) -> None:
 
 
 def rivals_here(*others: str) -> dict[str, str | None]:
-    """Their versions; None for what is not installed."""
+    """Return the versions of other trainers; None for what is not installed."""
     return {name: _version(name) for name in ("lightning", "accelerate", *others)}
 
 
 def circumstances() -> dict[str, Any]:
-    """The revision of this repository, and how busy the machine was: processes that want a core, over a minute.
+    """Return this repository's revision, and the load of the machine: processes that want a core, over a minute.
 
     Where only the files were copied to the machine, `BENCHMARK_REVISION` says which revision they are.
     """

@@ -61,7 +61,7 @@ def loss_of(network: nn.Module, batch: Any) -> Tensor:
 
 
 def by_hand(data: TensorDataset, steps: int) -> float:
-    """bf16 as drivetrain takes it by itself there; the order of an epoch made on the device, once per epoch."""
+    """Train in bf16, as drivetrain does by itself there; the order is made on the device, once per epoch."""
     torch.manual_seed(0)
     inputs, labels = (tensor.cuda() for tensor in data.tensors)
     network = model().cuda()

@@ -98,7 +98,7 @@ class SimulatedWorld(World):
         return []
 
     def gather(self, value: Any) -> list[Any]:
-        return [value] + [None] * (self.size - 1)  # failures: nobody else has one
+        return [value] + [None] * (self.size - 1)  # failures: no other has one
 
     def agree(self, value: Any) -> Any:
         if self.is_main:

@@ -41,7 +41,7 @@ def _measured(competitor: Competitor, circumstances: Circumstances) -> dict[str,
 
 
 def as_torch_starts() -> None:
-    """The switches of a fresh process, and the memory of whoever came before given back."""
+    """Set torch's switches back to those of a fresh process, and free the memory of the competitor before."""
     import torch
 
     if "torch._dynamo" in sys.modules:

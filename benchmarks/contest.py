@@ -1,9 +1,9 @@
 """The same work done by several competitors, measured one after the other, each beside the others in one file.
 
 A competitor is a name, what it is in words, and a function that measures it. It runs in a child process, so that one
-that crashes or hangs takes nobody with it: the rest goes on in a new child. A result goes to the file as soon as it is
-there. Competitors marked `alone` get a fresh process of their own (what is planned there depends on free memory); the
-others share one, with torch's switches set back and memory given back in between.
+that crashes or hangs does not end the others: they go on in a new child. A result goes to the file as soon as it is
+there. Competitors marked `alone` get a fresh process each (what is planned there depends on free memory); the others
+share one, with torch's switches set back and memory given back in between.
 
 Nothing here knows torch: the children do the work.
 """
@@ -28,7 +28,7 @@ from drivetrain.hardware import Hardware
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run of a competitor gave."""
+    """The result of one run of a competitor."""
 
     seconds: Sequence[float]  # per step, one entry per window of steps; warm-up is not in it
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -42,27 +42,27 @@ class Competitor:
     cap_seconds: float = 60.0  # start-up of the process included
     alone: bool = False
     may_be_warmed: bool = False  # compiles: its cache can be filled beforehand, beside others
-    needs: tuple[str, ...] = ()  # packages; where one is missing the competitor is left out, and that is said
+    needs: tuple[str, ...] = ()  # packages; where one is missing the competitor is left out, and that is reported
     why_not: str = ""  # it is hopeless on this machine: left out too, for this reason
 
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a competitor is told."""
+    """The facts that a competitor is told."""
 
     smoke: bool  # tiny sizes that run on any CPU
     is_warming: bool  # only fill the compiler's cache
     known: Mapping[str, float]  # rates of competitors that were measured before
 
     def best_of(self, prefix: str, default: str) -> str:
-        """The fastest known competitor with such a name."""
+        """Return the fastest known competitor whose name begins so."""
         found = {name: rate for name, rate in self.known.items() if name.startswith(prefix)}
         return max(found, key=lambda name: found[name]) if found else default
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What is promised: the rate of `ours` is at least so many times that of the fastest of `against`."""
+    """A promise: the rate of `ours` is at least so many times that of the fastest of `against`."""
 
     words: str
     against: tuple[str, ...]
@@ -72,7 +72,7 @@ class Aim:
 
 @dataclass(frozen=True)
 class Limit:
-    """What is promised of a fact of `ours`, in its first run."""
+    """A promise about a fact of `ours`, in its first run."""
 
     words: str
     fact: str
@@ -160,7 +160,7 @@ class Book:
 
 
 def ratios(aims: Sequence[Aim], rates: Mapping[str, float]) -> dict[str, Any]:
-    """Where both sides were measured. While some of the others were not, nothing is called met."""
+    """Return the ratios whose two sides were measured. While some of the others were not, none is called met."""
     found: dict[str, Any] = {}
     for aim in aims:
         others = {name: rates[name] for name in aim.against if name in rates}
@@ -249,7 +249,7 @@ class _Runner:
         }
 
     def name_of(self, name: str) -> str:
-        """`best:raw` is the fastest so far whose name begins with `raw`."""
+        """Return the competitor that is meant: `best:raw` is the fastest so far whose name begins with `raw`."""
         if not name.startswith("best:"):
             return name
         prefix = name.removeprefix("best:")
@@ -261,7 +261,7 @@ class _Runner:
         return not name.startswith("best:") and not self._contest.competitor(name).alone
 
     def warm(self, names: Sequence[str]) -> None:
-        """Compiles for all that compile, at once, each in a process; then nobody waits for compilers one by one."""
+        """Compile for all that compile, at once, each in a process; then none waits for another's compiler."""
         some = [
             name
             for name in dict.fromkeys(names)
@@ -276,7 +276,7 @@ class _Runner:
         self._say(f"{self._contest.name}: compilers warmed in {time.monotonic() - began:.0f} s")
 
     def run(self, names: Sequence[str], budget_seconds: float) -> int:
-        """Those competitors in one child, until one fails or the time is over. Returns how many are dealt with."""
+        """Run those competitors in one child, until one fails or the time is over. Return how many are dealt with."""
         deadline = time.monotonic() + budget_seconds
         child, report = self._start(names)
         current, since, done, seen = names[0], time.monotonic(), 0, 0
@@ -397,7 +397,7 @@ def _now() -> str:
 
 
 def label(hardware: Hardware) -> str:
-    """A short name for the kind of machine, for the file."""
+    """Return a short name for the kind of machine, for the file."""
     device = hardware.gpus[0].name if hardware.gpus else hardware.cpu.model
     words = "".join(letter.lower() if letter.isalnum() else "-" for letter in device)
     return "-".join(part for part in words.split("-") if part and part != "nvidia")

@@ -55,7 +55,7 @@ MEASURES = {f"continual-{tasks}": partial(measure, tasks) for tasks in ("rotated
 
 
 def measure_growth() -> dict[str, list[float]]:
-    """One data set, all of it from the start. MNIST has to be in the cache, or there is a network."""
+    """Train on one data set, all of it from the start. MNIST has to be in the cache, or there is a network."""
     images, test = load_images("mnist", None)
     samples: dict[str, list[float]] = {}
     for seed in range(SEEDS):
@@ -70,7 +70,7 @@ def measure_growth() -> dict[str, list[float]]:
 
 
 def _trained(images: Images, test: Images, first: int, seed: int) -> tuple[float, int]:
-    """Test accuracy, and experts at the end."""
+    """Return the test accuracy, and the number of experts at the end."""
     torch.manual_seed(seed)
     model = Mixture(images.side**2, 64, 10, first, LAST + 1, k=2, by_nearness=False)
     rules = Rules(max_experts=LAST, far=1.2, patience=1, idle_looks=10**9, agreement=2.0)

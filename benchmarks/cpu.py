@@ -119,7 +119,7 @@ def contest(name: str, smoke: bool = False) -> Contest:
 
 
 def _few(smoke: bool) -> dict[str, int]:
-    """bf16 may be many times slower here."""
+    """Return a pace of few steps: bf16 may be many times slower here."""
     return {} if smoke else {"warm_steps": 3, "window_steps": 3, "num_windows": 3}
 
 
@@ -155,7 +155,7 @@ def _with_loader(work: Workload, num_workers: int) -> Measured:
 
 
 def by_loader(work: Workload, loader: DataLoader[Any]) -> Measured:
-    """A plain loop over a loader."""
+    """Train by a plain loop over a loader."""
     torch.manual_seed(0)
     model = work.model()
     optimizer = work.optimizer(model.parameters(), fused=True)

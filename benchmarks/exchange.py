@@ -36,7 +36,7 @@ EACH_EXPERT, EACH_RANK = "a row for each expert", "a row for each rank"
 
 
 class RowForEachExpert(ExchangeDispatcher):
-    """As where no two experts of a token can share a rank."""
+    """An exchange in which no two experts of a token can share a rank."""
 
     def shares_rows(self, k: int) -> bool:
         return False
@@ -107,7 +107,7 @@ class Call:
         self._dispatcher(self._experts, self._tokens, self._routing).backward(self._upstream)
 
     def milliseconds(self) -> tuple[float, float]:
-        """Of one forward and backward: until all ranks are done; and of the processors of all."""
+        """Return the time of one forward and backward: until all ranks are done, and of all processors together."""
         dist.barrier()
         began, worked = time.perf_counter(), time.process_time()
         self()
@@ -116,7 +116,7 @@ class Call:
         return (time.perf_counter() - began) * 1e3, work.item() * 1e3
 
     def megabytes(self) -> float:
-        """That leave any rank for another in one forward and backward."""
+        """Return what leaves any rank for another in one forward and backward."""
         with _counted() as sizes:
             self()
         total = torch.tensor(sum(sizes))
@@ -133,7 +133,7 @@ def _chosen(kind: str) -> Tensor:
 
 @contextmanager
 def _counted() -> Iterator[list[int]]:
-    """Bytes that this rank sends to others."""
+    """Count the bytes that this rank sends to others."""
     sizes: list[int] = []
     exchange, gather = dist.all_to_all_single, dist.all_gather
 

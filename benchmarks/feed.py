@@ -29,7 +29,7 @@ BATCHES = 4  # different ones, in turn
 
 
 class InTheTrainingStream:
-    """No feed: the copy stands in line with the computation."""
+    """A run without a feed: the copy stands in line with the computation."""
 
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
         self._device, self._channels_last = device, channels_last
@@ -115,7 +115,7 @@ def milliseconds(
     with_feed: bool,
     channels_last: str = "off",
 ) -> float:
-    """Of a step: the median, with everything of a run around it."""
+    """Return the median time of a step, with everything of a run around it."""
     marks: list[float] = []
     size = 8  # a sample stands for many rows: thousands of them, fetched one by one, would be what is measured
 

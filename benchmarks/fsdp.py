@@ -42,7 +42,7 @@ def measure() -> dict[str, list[float]]:
 
 
 def run(data: TensorDataset, strategy: str, cast: str) -> tuple[float, int]:
-    """Seconds of the usual step, and the most memory that was held."""
+    """Return the seconds of the usual step, and the most memory that was held."""
     marks: list[float] = []
 
     def timed_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Gpt2(nn.Module):
-    """Of 124 million weights, unless it is told otherwise."""
+    """A GPT-2, of 124 million weights unless told otherwise."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ def measure() -> dict[str, list[float]]:
 
 
 def by_hand(data: TensorDataset) -> float:
-    """bf16 autocast, fused AdamW, pinned memory, the loss read one step late: as lean as it gets without compiling."""
+    """Train with bf16 autocast, fused AdamW, pinned memory, the loss read one step late: lean, and not compiled."""
     torch.manual_seed(0)
     model = Gpt2().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

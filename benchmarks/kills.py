@@ -301,7 +301,7 @@ def last_words(folder: Path) -> str:
 
 
 def lost_samples(steps: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Samples that are missing in the steps of each epoch, and those that come twice in an epoch."""
+    """Return samples that are missing in the steps of each epoch, and those that come twice in an epoch."""
     per_epoch, lost, twice = NUM_SAMPLES // GLOBAL_BATCH, 0, 0
     for first in range(0, len(steps), per_epoch):
         epoch = steps[first : first + per_epoch]

@@ -66,7 +66,7 @@ class Competitor:
         self._step = 0
 
     def window(self) -> tuple[float, float]:
-        """Seconds of a step, and of the look at their end."""
+        """Return the seconds of a step, and of the look at their end."""
         began = self._now()
         for _ in range(EVERY):
             with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):

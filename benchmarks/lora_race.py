@@ -71,7 +71,7 @@ TINY = Race(96, 8, 64, 8, 4, 8, 64, 16, 32, 2, 2, 2)
 
 
 def ours(race: Race, options: dict[str, Any], told: Circumstances) -> Measured:
-    """`dt.train(dt.hf.job(…))`; `options` go to the job."""
+    """Train by `dt.train(dt.hf.job(…))`; `options` go to the job."""
     model, data = race.model(), race.samples()
     with tempfile.TemporaryDirectory() as folder:
         job = dt.hf.job(
@@ -102,7 +102,7 @@ def ours(race: Race, options: dict[str, Any], told: Circumstances) -> Measured:
 
 
 def trainer(race: Race, flags: dict[str, Any], told: Circumstances) -> Measured:
-    """`Trainer(…).train()` with these flags; batches are padded to their longest sample."""
+    """Train by `Trainer(…).train()` with these flags; batches are padded to their longest sample."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     device, moments, tokens = the_device(), list[float](), list[int]()
@@ -147,7 +147,7 @@ def trainer(race: Race, flags: dict[str, Any], told: Circumstances) -> Measured:
 
 
 def _measured(race: Race, moments: Any, tokens: list[int], facts: dict[str, Any]) -> Measured:
-    """Seconds per step of the average number of tokens, and what the beginning took."""
+    """Return the seconds per step of the average number of tokens, and what the beginning took."""
     seconds = float(moments[race.num_steps - 1] - moments[race.warm_steps - 1])
     counted = sum(tokens[race.warm_steps : race.num_steps])
     told = {

@@ -20,7 +20,7 @@ TFLOP = 3 * 2 * TOKENS * K * 3 * WIDTH * HIDDEN * 1e-12  # forward, and twice th
 
 
 class Routed(nn.Module):
-    """The router as anybody would write it: fp32, softmax, top-k, normalised."""
+    """A router as most people write it: fp32, softmax, top-k, normalized."""
 
     def __init__(self, like: MixtureOfExperts) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class PlainGrouped(Routed):
 
 
 class LoopOverModules(Routed):
-    """As mixtures are mostly written: an expert is a module of three linear maps, and each is run on its tokens."""
+    """A mixture as most are written: an expert is a module of three linear maps, and each is run on its tokens."""
 
     class Expert(nn.Module):
         def __init__(self, w_in: Tensor, w_out: Tensor) -> None:
@@ -90,7 +90,7 @@ class LoopOverModules(Routed):
 
 
 class LoopOverExperts(Routed):
-    """For each expert: find its tokens, run it on them, add the results into place; gate and up in one product."""
+    """A mixture that loops over experts, runs each on its tokens, and adds results; gate and up are one product."""
 
     def __init__(self, like: MixtureOfExperts) -> None:
         super().__init__(like)
@@ -212,7 +212,7 @@ def _captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def _check_alike(layers: dict[str, nn.Module], tokens: Tensor, upstream: Tensor, limit: float) -> None:
-    """A comparison of layers that compute different things would say nothing."""
+    """Raise if the layers compute different things: comparing them would say nothing."""
     outputs = {
         name: _step(layer, tokens, upstream, autocast=tokens.dtype == torch.bfloat16)()
         for name, layer in layers.items()
@@ -225,7 +225,7 @@ def _check_alike(layers: dict[str, nn.Module], tokens: Tensor, upstream: Tensor,
 
 
 def _times(steps: dict[str, Callable[[], Tensor]], repetitions: dict[str, int]) -> dict[str, list[float]]:
-    """Milliseconds of a step, in rounds that take turns, the wait for the device included."""
+    """Return the milliseconds of a step, in rounds that take turns, the wait for the device included."""
     for step in steps.values():
         for _ in range(3):
             step()

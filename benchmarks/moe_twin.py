@@ -37,7 +37,7 @@ class Sizes:
     num_samples: int = 1024
 
     def flop_per_token(self) -> float:
-        """Forward and backward, as the six FLOP of each weight that is multiplied, and of attention that looks back."""
+        """Count forward and backward: six FLOP of each weight that is multiplied, and attention that looks back."""
         block = 4 * self.width**2 + 3 * self.width * TOP * self.hidden
         weights = self.layers * block + self.kinds * self.width
         return 6.0 * weights + 6.0 * self.layers * self.width * self.length

@@ -83,7 +83,7 @@ def loss_of(network: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 class Stopwatch:
-    """Times between the ends of steps."""
+    """Takes the times between the ends of steps."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._marks: list[float] = []
@@ -98,7 +98,7 @@ class Stopwatch:
 
 
 class Extra(NamedTuple):
-    """What the loop costs per step over the leanest one written by hand."""
+    """The cost of the loop per step over the leanest one written by hand."""
 
     lines: float  # of Python that the main thread runs
     share: float  # of the main thread's own time, as a part of the lean step
@@ -139,7 +139,7 @@ def lines_per_step(loop: Callable[[TensorDataset, Callable[[], float]], float], 
 
 
 def by_hand_indexed(data: TensorDataset, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The leanest loop there is: a permutation, tensors indexed by it, a fused optimizer, one line of JSON a step."""
+    """Train by the leanest loop: a permutation, tensors indexed by it, a fused optimizer, one line of JSON a step."""
     inputs, labels = data.tensors
     network = model()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
@@ -156,7 +156,7 @@ def by_hand_indexed(data: TensorDataset, clock: Callable[[], float] = time.perf_
 
 
 def by_hand_with_loader(data: TensorDataset) -> float:
-    """As most people write it."""
+    """Train as most people write it."""
     network = model()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
     watch = Stopwatch()

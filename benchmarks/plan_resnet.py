@@ -1,6 +1,6 @@
 """ResNet-50 on images of 224 × 224, 256 a step: no flags, against a loop with every flag right and trainers with none.
 
-Batch normalisation makes the micro-batch part of what is learned, so everybody takes the 256 at once.
+Batch normalization makes the micro-batch part of what is learned, so all of them take the 256 at once.
 """
 
 import shutil

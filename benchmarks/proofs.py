@@ -20,7 +20,7 @@ import drivetrain as dt
 
 
 def measure_planted() -> dict[str, list[float]]:
-    """Every planted bug: whether the first verdict names its kind and the tensor, sample or step."""
+    """Prove every planted bug: does the first verdict name its kind, and the tensor, sample or step?"""
     samples: dict[str, list[float]] = {}
     for planted in test_planted.PLANTED:
         name, began = planted.loop.__name__, time.monotonic()
@@ -35,7 +35,7 @@ def measure_planted() -> dict[str, list[float]]:
 
 
 def measure_clean() -> dict[str, list[float]]:
-    """The default proof of every clean model: no alarm, and how long it takes."""
+    """Prove every clean model by default: there is no alarm, and how long does it take?"""
     samples: dict[str, list[float]] = {}
     jobs = {**OWN, **{name: (lambda name=name: transformer(name)) for name in ARCHITECTURES}}
     for name, job in jobs.items():
@@ -51,7 +51,7 @@ def measure_clean() -> dict[str, list[float]]:
 
 
 def measure_transformers() -> dict[str, list[float]]:
-    """`model(**batch).loss` with padding: the largest difference from whole batches, in float64."""
+    """Measure how far `model(**batch).loss` with padding is from whole batches, in float64."""
     samples: dict[str, list[float]] = {}
     pool = GlooPool()
     try:

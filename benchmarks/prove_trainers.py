@@ -72,7 +72,7 @@ def library_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def jobs() -> dict[str, tuple[Job, Sequence[Extent]]]:
-    """The jobs by name, each with what is tried of it. A step has 8 samples."""
+    """Return the jobs by name, each with what is tried of it. A step has 8 samples."""
     llama = partial(token_job, global_batch=8, model=tiny_llama, data=Padded(), loss=library_loss)
     return {
         "mean over valid tokens": (token_job(global_batch=8), (DIVISIONS,)),
@@ -112,7 +112,7 @@ def run_one(name: str) -> dict[str, Any]:
 
 
 def measure(only: Sequence[str], previous: dict[str, Any]) -> dict[str, Any]:
-    """The trainers' verdicts, each from a process of its own; those that are not asked for as they were kept."""
+    """Return the trainers' verdicts, each from a separate process; those not asked for as they were kept."""
     found = dict(previous)
     for name in only or SUBJECTS:
         print(f"{name}:", flush=True)

@@ -174,7 +174,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 class Outcome(NamedTuple):
-    """What a run came to: the hash of each tensor of its last checkpoint, and its steps, times aside."""
+    """The outcome of a run: the hash of each tensor of its last checkpoint, and its steps, times aside."""
 
     tensors: dict[str, str]
     steps: list[dict[str, Any]]

@@ -37,7 +37,7 @@ def measure_email_sequence() -> dict[str, list[float]]:
 
 
 def measure_image_pairs() -> dict[str, list[float]]:
-    """Goes on where it was cut short: runs that are finished under `runs/benchmarks/recipes` are not trained again."""
+    """Go on where it was cut short: runs that are finished under `runs/benchmarks/recipes` are not trained again."""
     fixed = ("--no-auto-optimize", "--num-threads", "1")  # so that runs repeat
     variants = {"swap-loss": (), **{name: ("--baseline", name) for name in ("no-swap-loss", "both-orders")}}
     folder = FOLDER / "image-pairs"
@@ -59,7 +59,7 @@ def measure_image_pairs() -> dict[str, list[float]]:
 
 
 def measure_chest_xray_vqa() -> dict[str, list[float]]:
-    """One seed; the blind baselines for 2 epochs. Runs that are finished are not trained again."""
+    """Train one seed; the blind baselines for 2 epochs. Runs that are finished are not trained again."""
     variants = {
         "sees-both": (),
         "image-blind": ("--baseline", "image-blind", "--epochs", "2"),
@@ -161,7 +161,7 @@ def _trained(
 
 
 def _draw(path: Path, curves: dict[str, list[list[float]]], limits: dict[str, float], label: str) -> None:
-    """One line per run, one color per variant, a dashed line per ceiling."""
+    """Draw one line per run, one color per variant, a dashed line per ceiling."""
     import matplotlib
 
     matplotlib.use("Agg")

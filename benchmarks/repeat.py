@@ -94,7 +94,7 @@ def measure_attention() -> dict[str, list[float]]:
 
 
 def planned(job: str, folder: Path) -> dict[str, Any]:
-    """The plan with no flags."""
+    """Return the plan with no flags."""
     folder.mkdir()
     command = _command("plan", job, folder, "--measure", "--out", str(folder / "plan.yaml"))
     done = subprocess.run(command, env=_environment(folder, PLANNED_STEPS), capture_output=True, text=True, check=False)
@@ -129,7 +129,7 @@ def _percent(row: dict[str, Any]) -> float:
 
 
 def whole_runs(folder: Path) -> dict[str, list[float]]:
-    """All at the same time: bits do not depend on how long a step takes, and if they did, it would be seen here."""
+    """Run all at the same time: bits do not depend on how long a step takes, and if they did, it would be seen here."""
     runs = {(job, kind): _Run(job, folder / f"{job}-{kind}") for job in JOBS for kind in ("whole", "killed")}
     while any(not run.is_done for run in runs.values()):
         for (_, kind), run in runs.items():
@@ -183,7 +183,7 @@ class _Run:
         return {row["step"]: row["loss"] for row in rows}
 
     def bits(self) -> tuple[dict[int, float], dict[str, str]]:
-        """Every loss, and the hash of the last checkpoint: weights, buffers and optimizer state."""
+        """Return every loss, and the hash of the last checkpoint: weights, buffers and optimizer state."""
         if self._process.returncode:
             raise SystemExit((self._folder / "log").read_text()[-3000:])
         newest = max((self._folder / self._job / "checkpoints").glob("*/manifest.json"))
@@ -197,7 +197,7 @@ def _command(verb: str, job: str, folder: Path, *words: str) -> list[str]:
 
 
 def _environment(folder: Path, steps: int) -> dict[str, str]:
-    """With empty caches of compilers and plans."""
+    """Return an environment with empty caches of compilers and plans."""
     caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "DRIVETRAIN_CACHE": "drivetrain"}
     places = {name: str(folder / cache) for name, cache in caches.items()}
     return {**os.environ, **places, "REPEAT_STEPS": str(steps)}

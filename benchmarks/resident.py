@@ -31,7 +31,7 @@ STEPS, FIRST = 1000, 200  # the first ones are not counted
 
 
 class Items(Dataset[Any]):
-    """The same samples one by one, as a data set of one's own has them."""
+    """The same samples one by one, as a user's data set has them."""
 
     def __init__(self, tensors: TensorDataset) -> None:
         self._tensors = tensors
@@ -73,7 +73,7 @@ def measure() -> dict[str, list[float]]:
 
 
 def microseconds(data: Any, resident: str) -> float:
-    """Of a step: the median, with everything of a run around it."""
+    """Return the median time of a step, with everything of a run around it."""
     marks: list[float] = []
     # Nothing of the loop waits for the device, so that many steps between two marks are as good as their sum.
     steps = STEPS if isinstance(data, TensorDataset) else STEPS // 4
@@ -101,7 +101,7 @@ def microseconds(data: Any, resident: str) -> float:
 
 
 def feeding(tensors: TensorDataset, is_resident: bool) -> float:
-    """The loader and the feed without a model, by the clock of this thread."""
+    """Time the loader and the feed without a model, by the clock of this thread."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     resident = make_resident(source_of(tensors), default_collate, device, 1e12) if is_resident else None
     loader = Loader(

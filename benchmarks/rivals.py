@@ -25,7 +25,7 @@ from drivetrain import Job, Verdict, configure, train
 
 @dataclass(frozen=True)
 class Pace:
-    """How many steps are run, and how many of them are timed."""
+    """The number of steps that are run, and how many of them are timed."""
 
     warm_steps: int
     window_steps: int
@@ -41,7 +41,7 @@ WARMING = Pace(2, 1, 0)
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained. Everybody gets the same."""
+    """The work that is trained, the same for all."""
 
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], Tensor]
@@ -60,7 +60,7 @@ class Workload:
         return torch.optim.AdamW(parameters, lr=self.learning_rate, **options)
 
     def compiled_loss(self) -> Any:
-        """The loss with the model inside: a large vocabulary makes the loss alone worth compiling.
+        """Return the loss compiled with the model inside: a large vocabulary makes the loss alone worth compiling.
 
         Where batches differ in shape it is compiled once for all shapes.
         """
@@ -78,7 +78,7 @@ def the_device() -> torch.device:
 
 
 class Stopwatch:
-    """Told of each step's end. It waits for the device at the ends of windows only."""
+    """Takes the time at each step's end. It waits for the device at the ends of windows only."""
 
     def __init__(self, device: torch.device, pace: Pace) -> None:
         self._device, self._pace = device, pace
@@ -89,11 +89,11 @@ class Stopwatch:
         self.warm_seconds = 0.0
 
     def start(self) -> None:
-        """Where what came before is nobody's step."""
+        """Begin here: what came before is not counted."""
         self._began = self._mark = time.perf_counter()
 
     def step(self) -> bool:
-        """Whether that was the last."""
+        """Hear of a step's end; return whether it was the last."""
         self._steps += 1
         if self._steps < self._next:
             return False
@@ -127,7 +127,7 @@ def autocast(device: torch.device, precision: str, *, cache: bool = True) -> Abs
 
 
 def batches(num_samples: int, size: int, device: torch.device) -> Iterator[Tensor]:
-    """Indices, epoch after epoch, shuffled anew; the last of an epoch may be smaller."""
+    """Yield indices, epoch after epoch, shuffled anew; the last of an epoch may be fewer."""
     while True:
         yield from torch.randperm(num_samples, device=device).split(size)
 
@@ -143,7 +143,7 @@ def by_hand(
     tf32: bool = True,
     device: torch.device | None = None,
 ) -> Measured:
-    """A loop by somebody who knows every flag: data on the device, fused AdamW, nothing read back, nothing logged."""
+    """Train by a loop with every flag: data on the device, fused AdamW, nothing read back, nothing logged."""
     device = device or the_device()
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = cudnn_benchmark
@@ -176,7 +176,7 @@ def by_hand(
 def micro_batches(
     workload: Workload, micro_batch: int, device: torch.device
 ) -> Iterator[Iterator[tuple[list[Tensor], float]]]:
-    """The micro-batches of each step, each with its part of the step: from columns that are on the device.
+    """Yield the micro-batches of each step, each with its part of the step, from columns that are on the device.
 
     Batches that differ in shape come from loader workers instead, in one piece, by way of pinned memory.
     """
@@ -196,7 +196,7 @@ def num_graphs() -> int:
 
 
 def captured(workload: Workload, *, precision: Literal["fp32", "bf16"] = "fp32", tf32: bool = True) -> Measured:
-    """The whole step in a CUDA graph: picking the samples, forward, backward, optimizer. One launch a step.
+    """Train with the whole step in a CUDA graph: picking the samples, forward, backward, optimizer. One launch a step.
 
     An epoch's shorter last batch has a graph of its own. Without a GPU the same step runs as it is.
     """
@@ -244,7 +244,7 @@ def captured(workload: Workload, *, precision: Literal["fp32", "bf16"] = "fp32",
 
 
 def _in_a_graph(step: Callable[[], None], optimizer: torch.optim.Optimizer, place: Tensor) -> Callable[[], None]:
-    """Recorded once, after a few runs beside. The gradients are made inside: each replay writes them anew."""
+    """Record once, after a few runs on a side stream. Gradients are made inside: each replay writes them anew."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -280,8 +280,8 @@ def by_lightning(
     loader: Mapping[str, Any] | None = None,
     **flags: Any,
 ) -> Measured:
-    """Lightning's Trainer. `flags` go to it; without any it is as it comes, but for checkpoints, which nobody writes
-    here. Bar and logger, where they are on, write to a file and to a folder that is removed."""
+    """Train by Lightning. `flags` go to its Trainer; without any it is as it comes, but for checkpoints, which none
+    writes here. Bar and logger, where they are on, write to a file and to a folder that is removed."""
     import lightning
 
     device = the_device()
@@ -333,7 +333,7 @@ def by_lightning(
 
 
 def by_accelerate(workload: Workload, *, micro_batch: int, **flags: Any) -> Measured:
-    """A loop with Accelerate, as its guide has it. `flags` go to `Accelerator`; without any it is as it comes."""
+    """Train with Accelerate, as its guide has it. `flags` go to `Accelerator`; without any it is as it comes."""
     from accelerate import Accelerator
 
     torch.manual_seed(0)
@@ -358,7 +358,7 @@ QUIET: Mapping[str, bool] = {"logger": False, "enable_progress_bar": False, "ena
 
 
 def by_tuned_lightning(workload: Workload, *, micro_batch: int, **flags: Any) -> Measured:
-    """With the flags of Lightning, torch and AdamW that pay on a GPU whatever is trained."""
+    """Train by Lightning, with the flags of it, torch and AdamW that pay on a GPU whatever is trained."""
     return by_lightning(
         workload,
         micro_batch=micro_batch,
@@ -374,7 +374,7 @@ def by_tuned_lightning(workload: Workload, *, micro_batch: int, **flags: Any) ->
 def trainers_as_they_come(
     workload: Workload, *, micro_batch: int, cap_seconds: float, details: str = "", loading: str = ""
 ) -> tuple[Competitor, Competitor]:
-    """Lightning and Accelerate with no flags; what else is to be known of them stands in `details` and `loading`."""
+    """Return Lightning and Accelerate with no flags; what else is known of them stands in `details` and `loading`."""
     words = f"as it comes: fp32, {details}AdamW"
     return (
         Competitor(
@@ -427,13 +427,13 @@ def job_of(workload: Workload, *, max_steps: int, end_after: int | None = None) 
         optimizer=lambda groups: torch.optim.AdamW(groups, lr=workload.learning_rate),
         global_batch=workload.global_batch,
         max_steps=max_steps,
-        checkpoint_every=max_steps,  # one at the end: nobody else writes any
+        checkpoint_every=max_steps,  # one at the end: the others write none
         hooks=[] if end_after is None else [EndAfter(end_after)],
     )
 
 
 def ours(workload: Workload, *, device: str = "auto", **settings: Any) -> Measured:
-    """`dt.train(job)` with no flag but where its files go. Everything that is watched by default is watched."""
+    """Train by `dt.train(job)` with no flag but where its files go. All that is watched by default is watched."""
     pace = workload.pace
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(workload, max_steps=workload.job_steps, end_after=pace.num_steps)
@@ -475,12 +475,12 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def step_seconds(folder: Path) -> list[float]:
-    """Of every step, as the run wrote it: from its begin to the next one's, so that they add up to the time."""
+    """Return the seconds of every step, as the run wrote them: from its start to the next one's, so they add up."""
     return [float(row["seconds"]) for row in rows(folder / "steps.jsonl")]
 
 
 def plan_facts(folder: Path, began: float) -> dict[str, Any]:
-    """Of a run that was called at `began`: what was planned, what that took, what memory was forecast and needed."""
+    """Return facts of a run that was called at `began`: its plan, what that took, memory as forecast and needed."""
     events = rows(folder / "events.jsonl")
     plan = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))
     facts: dict[str, Any] = {"plan": plan}

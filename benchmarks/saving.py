@@ -41,7 +41,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def measure(*, explains: bool = False) -> dict[str, list[float]]:
-    """On a GPU."""
+    """Measure on a GPU."""
     if not torch.cuda.is_available():
         raise SystemExit("saving needs a GPU; saving-cpu does not")
     micro_batches = 8
@@ -61,7 +61,7 @@ def measure_explained() -> dict[str, list[float]]:
 
 
 def _both_ways_to_copy() -> dict[str, list[float]]:
-    """For how long a copy of the state holds up the stream that trains, and the host."""
+    """Measure for how long a copy of the state holds up the stream that trains, and the host."""
     model = gpt2.Gpt2().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for parameter in model.parameters():
@@ -159,7 +159,7 @@ def _compare(
 
 
 def _gaps(marks: list[float], micro_batches: int, num_steps: int, threads: Threads | None) -> list[float]:
-    """Of each save; and a line about it."""
+    """Return the longest gap after each save, and a line about it."""
     gaps = [(after - before, before) for before, after in pairwise(marks)]
     usual = statistics.median(gap for gap, _ in gaps[WARM_UP * micro_batches : (EVERY - 1) * micro_batches])
     found = []
@@ -182,7 +182,7 @@ def _checkpoints(path: Path) -> list[dict[str, Any]]:
 
 
 def _figures(starts: list[float], events: list[dict[str, Any]], num_steps: int) -> list[tuple[str, float]]:
-    """Of one run. A step lasts from its first forward to the next step's, with all that is done between them."""
+    """Return the figures of one run. A step lasts from its first forward to the next step's, whatever is between."""
     steps = [after - before for before, after in pairwise(starts)]
     usual = statistics.median(steps[WARM_UP : EVERY - 1])
     figures = [("usual step (ms)", usual * 1e3)]

@@ -22,7 +22,7 @@ STEPS = {"perceptron": 2000, "convolutions": 65, "transformer": 60}  # about 20 
 
 
 class Work(NamedTuple):
-    """What is trained, in the terms of both."""
+    """The work that is trained, in the terms of both."""
 
     model: Callable[[], Any]
     data: tuple[Any, ...]
@@ -109,7 +109,7 @@ def work_of(name: str) -> Work:
 
 
 def plain(name: str, folder: Path) -> None:
-    """DataLoader, eager, AdamW as torch makes it, the weights saved at the end."""
+    """Train with a DataLoader, eager, AdamW as torch makes it, the weights saved at the end."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -131,7 +131,7 @@ def plain(name: str, folder: Path) -> None:
 
 
 def ours(name: str, folder: Path) -> None:
-    """`dt.train(job)` with no flags."""
+    """Train by `dt.train(job)` with no flags."""
     import drivetrain as dt
 
     dt.train(job_of(name), dt.configure(output_dir=folder))

@@ -46,7 +46,7 @@ SMOOTHED = 10  # steps that a loss is averaged over
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run: sizes of `benchmarks.peers.text`, and where."""
+    """A setting: sizes of `benchmarks.peers.text`, and where they run."""
 
     size: str
     batch: int
@@ -117,7 +117,7 @@ class Runner:
 
 
 def ends_of_steps(found: Mapping[str, Any]) -> list[float]:
-    """When each step ended, in seconds from the start of the process."""
+    """Return when each step ended, in seconds from the start of the process."""
     if "step_seconds" not in found:
         return [moment - found["began"] for moment in found["times"]]
     ends, now = [], found["plan"]["seconds_until_start"]
@@ -128,14 +128,14 @@ def ends_of_steps(found: Mapping[str, Any]) -> list[float]:
 
 
 def points(setting: Setting, steps: int) -> list[int]:
-    """Steps between which time is taken: every tenth, and those before and after a save."""
+    """Return the steps between which time is taken: every tenth, and those before and after a save."""
     saves = range(setting.save_every, steps, setting.save_every)
     found = {1, *range(setting.warm_steps, steps + 1, 10), *saves, *(save + 1 for save in saves), steps}
     return sorted(found)
 
 
 def windows(ends: Sequence[float], setting: Setting) -> list[float]:
-    """Seconds per step between points that are five steps apart and more, and have no save between them."""
+    """Return seconds per step between points that are five steps apart and more, and have no save between them."""
     places = [point for point in points(setting, len(ends)) if point >= setting.warm_steps]
     return [
         (ends[last - 1] - ends[first - 1]) / (last - first) for first, last in pairwise(places) if last - first >= 5
@@ -143,7 +143,7 @@ def windows(ends: Sequence[float], setting: Setting) -> list[float]:
 
 
 def stalls(ends: Sequence[float], setting: Setting, usual: float, is_ours: bool) -> tuple[list[float], list[float]]:
-    """Milliseconds of each save: by how much it prolongs the longest step around it, and all steps up to the next.
+    """Return by how many milliseconds each save prolongs the longest step around it, and all steps up to the next.
 
     Others save after a step, which the next one waits for. When a step of ours is done is read from its folder, and
     what goes on beside training may hold up any of the next steps.
@@ -160,7 +160,7 @@ def stalls(ends: Sequence[float], setting: Setting, usual: float, is_ours: bool)
 
 
 def reached(losses: Sequence[float], ends: Sequence[float], target: float) -> float | None:
-    """After how many seconds the mean loss of the last ten steps was at the target; None: never."""
+    """Return after how many seconds the mean loss of the last ten steps was at the target; None: never."""
     for last in range(SMOOTHED, min(len(losses), len(ends)) + 1):
         if statistics.fmean(losses[last - SMOOTHED : last]) <= target:
             return ends[last - 1]
@@ -168,7 +168,7 @@ def reached(losses: Sequence[float], ends: Sequence[float], target: float) -> fl
 
 
 def speed(trainer: str, setting: Setting, tuned: bool, told: Circumstances) -> Measured:
-    """The whole job once, with its saves."""
+    """Train the whole job once, with its saves."""
     task: dict[str, Any] = {"wait_at": points(setting, setting.steps)}
     if trainer == "ours":
         task |= {"end_after": setting.steps} if setting.on_gpu else {"notes_cpu": True}
@@ -201,7 +201,7 @@ def speed(trainer: str, setting: Setting, tuned: bool, told: Circumstances) -> M
 
 
 def tiny(trainer: str, setting: Setting, told: Circumstances) -> Measured:
-    """A network of next to nothing: a step is what the trainer costs, in CPU time where there is no GPU."""
+    """Train a network of next to nothing: a step is what the trainer costs, in CPU time where there is no GPU."""
     steps, warm = setting.tiny_steps, setting.tiny_steps // 4
     task: dict[str, Any] = {"wait_at": list(range(warm, steps + 1, 50))}
     if trainer == "ours":
@@ -219,7 +219,7 @@ def tiny(trainer: str, setting: Setting, told: Circumstances) -> Measured:
 
 
 def killed(trainer: str, setting: Setting, told: Circumstances) -> Measured:
-    """An undisturbed run, and one that is killed and started again: what was lost, and whether the weights agree."""
+    """Train undisturbed, and killed and started again: what was lost, and do the weights agree?"""
     steps, save_every, kill_at = setting.kill
     sizes = {"size": setting.size, "steps": steps, "save_every": save_every}
     task: dict[str, Any] = {"deterministic": setting.on_gpu}
@@ -292,7 +292,7 @@ def _competitors(setting: Setting) -> list[Competitor]:
 
 
 def _order(setting: Setting) -> list[str]:
-    """What matters most comes first, since a budget may cut off the rest; rounds interleave all trainers."""
+    """Return the order: what matters most first, as a budget may cut off the rest; rounds interleave all trainers."""
     tiny_ones, killed_ones = ([f"{name}-{kind}" for name in TRAINERS] for kind in ("tiny", "killed"))
     defaults = [f"{name}-default" for name in HAVE_DEFAULTS]
     if setting.on_gpu:

@@ -44,7 +44,7 @@ def _scaled(key: str, factor: float = 1.0, which: slice = slice(None)) -> Callab
 
 
 def metrics(document: Mapping[str, Any]) -> list[Metric]:
-    """The rows of a document; times over the tuned loop are differences, so they depend on its entry."""
+    """Return the rows of a document; times over the tuned loop are differences, so they depend on its entry."""
     lean = statistics.median(of_runs(document["competitors"].get("tuned-tiny", {"runs": []}), "step_us") or [0.0])
     unit, on_gpu = document["unit"], bool(document["machine"]["gpus"])
     memory = "GB of the GPU" if on_gpu else "MB of the process"
@@ -100,7 +100,7 @@ ON_A_GPU = {
 
 
 def shown(document: Mapping[str, Any]) -> str:
-    """The tables of one document."""
+    """Return the tables of one document."""
     entries, rows = document["competitors"], metrics(document)
     lines = [
         "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in document["workload"].items()) + ".",
@@ -125,7 +125,7 @@ def shown(document: Mapping[str, Any]) -> str:
 
 
 def _busy(document: Mapping[str, Any]) -> list[str]:
-    """A warning where other processes wanted the cores, too."""
+    """Return a warning where other processes wanted the cores, too."""
     load, cores = document.get("load", 0.0), document["machine"].get("usable_cores", 1)
     if load <= cores:
         return []
@@ -181,7 +181,7 @@ def _lines(trainer: str) -> int:
 
 
 def _behind(entries: Mapping[str, Entry], rows: Sequence[Metric], reasons: Mapping[str, str]) -> list[str]:
-    """Every row in which another trainer is better than ours, and why."""
+    """Return every row in which another trainer is better than ours, and why."""
     found = []
     for metric in rows:
         mine = metric.values(entries[f"ours{metric.kind}"]) if f"ours{metric.kind}" in entries else []

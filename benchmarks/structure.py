@@ -27,7 +27,7 @@ class Definition(NamedTuple):
 
     @property
     def num_lines(self) -> int:
-        """The lines without the docstring: describing every parameter does not make a function long."""
+        """Count the lines without the docstring: describing every parameter does not make a function long."""
         first = self.node.body[0]
         has_docstring = ast.get_docstring(self.node, clean=False) is not None
         described = (first.end_lineno or first.lineno) - first.lineno + 1 if has_docstring else 0
@@ -67,7 +67,7 @@ class Structure:
 
     @property
     def defined_twice(self) -> list[str]:
-        """The names of public classes that stand in several files."""
+        """Return the names of public classes that stand in several files."""
         found = defaultdict(set)
         for each in self.classes:
             if not each.node.name.startswith("_"):
@@ -110,7 +110,7 @@ def without_subject(files: list[Path]) -> Iterator[str]:
                 text = ast.get_docstring(node) or ""
                 if NO_SUBJECT.match(text):
                     line = getattr(node, "lineno", 1)
-                    yield f"{file.relative_to(SOURCE)}:{line}: {text.splitlines()[0][:100]}"
+                    yield f"{file.relative_to(SOURCE.parents[1])}:{line}: {text.splitlines()[0][:100]}"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def write(results: Path = RESULTS) -> list[Path]:
 
 
 def filled(text: str, results: Path = RESULTS, written: Callable[[Path], str] | None = None) -> str:
-    """The document with its tables as the results have them."""
+    """Return the document with its tables as the results have them."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -34,7 +34,7 @@ def _documents(results: Path) -> list[Any]:
 
 
 def side_by_side(results: Path = RESULTS) -> str:
-    """The tables with a column for each trainer."""
+    """Return the tables with a column for each trainer."""
     kept = [document for document in _documents(results) if document.get("shown_as")]
     return "\n".join("\n".join([*_head(document), side_by_side_page.shown(document)]) for document in kept)
 
@@ -84,7 +84,7 @@ def _contest(document: Mapping[str, Any]) -> str:
 
 
 def _planned(entries: Mapping[str, Any]) -> Iterator[str]:
-    """What the runs of ours say besides their rate."""
+    """Yield what the runs of ours say besides their rate."""
     kinds = {
         "planning_seconds": "planning, compiling included (s)",
         "compile_seconds": "of it compiling (s)",
@@ -127,7 +127,7 @@ def _benchmark(document: Mapping[str, Any]) -> str:
 
 
 def _label(document: Mapping[str, Any]) -> str:
-    """What to know about this measurement."""
+    """Return what to know about this measurement."""
     return f"; {document['label']}" if document.get("label") else ""
 
 
@@ -160,7 +160,7 @@ def in_words(words: str, found: Mapping[str, Any]) -> str:
 
 
 def number(value: float) -> str:
-    """Four figures, thousands apart."""
+    """Return a number with four figures, thousands apart."""
     if value and (abs(value) >= 1e7 or abs(value) < 1e-3):
         return f"{value:.3g}"
     digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3

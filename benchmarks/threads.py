@@ -1,7 +1,7 @@
 """What the thread that trains and the one that saves were doing, and when: to find out which of them held up the other.
 
 Looks at both every few milliseconds; writes down every garbage collection, and from when to when the parts of a save
-took. A moment in which nobody could look is one in which the interpreter was held.
+took. A moment without a look is one in which the interpreter was held.
 """
 
 import gc
@@ -59,7 +59,7 @@ class Look(NamedTuple):
 
 
 class Threads:
-    """For the time of a `with`."""
+    """Watches both threads for the time of a `with`."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -111,7 +111,7 @@ class Threads:
             self.looks.append(Look(time.perf_counter(), _place(frames.get(main)), _place(frames.get(saver))))
 
     def between(self, begin: float, end: float) -> str:
-        """In words, of a gap."""
+        """Return what both were doing in a gap, in words."""
         parts = [
             f"{span.name} of {'the saver' if span.thread == SAVER else 'training'} ({1e3 * span.seconds:.0f} ms)"
             for span in self.spans
@@ -126,12 +126,12 @@ class Threads:
         ]
         times = [begin, *(look.at for look in looks), end]
         blind = max(after - before for before, after in pairwise(times))
-        held = [f"nobody could look for {1e3 * blind:.0f} ms"] if blind > 5 * LOOK_SECONDS else []
+        held = [f"no look for {1e3 * blind:.0f} ms"] if blind > 5 * LOOK_SECONDS else []
         return "; ".join([*(parts or ["no part of a save, no collection"]), *places, *held])
 
 
 def _place(frame: FrameType | None) -> str:
-    """Innermost two functions."""
+    """Return the innermost two functions."""
     names = []
     while frame is not None and len(names) < 2:
         names.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")

@@ -40,7 +40,7 @@ ON = {"gpu_log_interval": 10, "trackers": ["tensorboard", "wandb"], "report": Fa
 
 
 class Times(NamedTuple):
-    """Seconds of a step."""
+    """The seconds of a step."""
 
     wall: float
     thread: float
@@ -126,7 +126,7 @@ def on_cpu(data: TensorDataset, steps: int, pause: float, settings: dict[str, An
 
 
 def inside(data: TensorDataset, settings: dict[str, Any]) -> float:
-    """Microseconds of CPU per step that the training thread spends in laps and in the books."""
+    """Return the CPU microseconds per step that the training thread spends on laps and records."""
     spent, calls = [0.0], [0]
 
     def timed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +186,7 @@ def on_gpu(data: TensorDataset, settings: dict[str, Any]) -> Times:
 
 
 def _train(job: Job, **settings: Any) -> None:
-    """The console works as it does for a user, into nowhere."""
+    """Train with a console that works as it does for a user, and prints to nowhere."""
     kept = os.dup(1)
     try:
         with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:

@@ -36,7 +36,7 @@ def plain(
     *,
     forecast: bool,
 ) -> Measured:
-    """DataLoader, eager, AdamW as torch makes it, the weights saved at the end. As many steps as fit the time."""
+    """Train with a DataLoader, eager, AdamW as torch makes it, the weights saved at the end; as many steps as fit."""
     device = the_device()
     pace = workload.pace
     began = time.perf_counter()
@@ -82,7 +82,7 @@ def plain(
 def ours(
     workload: Workload, length: str, target_seconds: float, told: Circumstances, *, forecast: bool = False
 ) -> Measured:
-    """`dt.train(job)` with no flags, for as many steps as the fastest plain loop does in that time.
+    """Train by `dt.train(job)` with no flags, for as many steps as the fastest plain loop does in that time.
 
     Nothing was planned or compiled before, whatever other lengths have left: a whole job is a first start.
     """

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 
 from benchmarks.structure import SOURCE, without_subject
 
+ROOT = SOURCE.parents[1]
+
 
 def test_no_docstring_begins_with_a_bare_preposition() -> None:
     """A reader cannot know what "Of one of its steps" is about."""
-    assert list(without_subject(sorted(SOURCE.rglob("*.py")))) == []
+    files = [*SOURCE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "studies").rglob("*.py")]
+    assert list(without_subject(sorted(files))) == []
 
 
 # Words that stop a fluent reader, each with a plain one: fix, is reported, your own, no one or nothing, any.
@@ -18,10 +21,10 @@ QUAINT = re.compile(r"\b(mend(s|ed)?|is said|one's own|nobody|whoever)\b", re.IG
 
 
 def test_no_page_or_message_has_quaint_words() -> None:
-    root = SOURCE.parents[1]
-    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "examples").iterdir(), *SOURCE.rglob("*.py")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").iterdir(), *SOURCE.rglob("*.py")]
+    pages += (ROOT / "benchmarks").rglob("*.py")
     found = [
-        f"{path.relative_to(root)}:{number}: {match[0]}"
+        f"{path.relative_to(ROOT)}:{number}: {match[0]}"
         for path in pages
         if path.suffix in (".md", ".py", ".yaml")
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
@@ -43,10 +46,9 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`|<!-- begin:.*?<!-- end -->", re.MULTIL
 
 
 def test_pages_are_in_american_english() -> None:
-    root = SOURCE.parents[1]
-    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     found = [
-        f"{page.relative_to(root)}: {match[0]}"
+        f"{page.relative_to(ROOT)}: {match[0]}"
         for page in pages
         for match in BRITISH.finditer(CODE.sub("", page.read_text(encoding="utf-8")))
     ]

@@ -120,7 +120,7 @@ def as_bytes(value: torch.Tensor) -> bytes:
 
 
 def weights_of(models: list[nn.Module]) -> str:
-    """A hash of all weights and buffers of the model that was made last."""
+    """Return a hash of all weights and buffers of the model that was made last."""
     found = hashlib.sha256()
     for name, value in sorted(models[-1].state_dict().items()):
         found.update(name.encode())
@@ -129,7 +129,7 @@ def weights_of(models: list[nn.Module]) -> str:
 
 
 def of_a_run(folder: Path, began: float) -> dict[str, Any]:
-    """What the folder of a run of ours says: steps, plan, and a hash of all tensors of the last checkpoint."""
+    """Return what the folder of a run of ours says: steps, plan, and a hash of the last checkpoint's tensors."""
     from benchmarks.rivals import plan_facts, rows
     from drivetrain.checkpoint import Checkpoint
 

@@ -1,4 +1,4 @@
-"""Models that nobody tuned anything for: ours with no flags, against the same loop by hand, eager and compiled.
+"""Models that nothing was tuned for: ours with no flags, against the same loop by hand, eager and compiled.
 
 A model is a file here with `WORDS`, which say what it is, and `workload(smoke)`. Adding one is adding its file: its
 contest is `python -m benchmarks zoo-NAME`, and `zoo` runs all of them. The goal of each is to be no slower than the

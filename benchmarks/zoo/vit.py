@@ -31,7 +31,7 @@ class VisionTransformer(nn.Module):
 def image_workload(
     smoke: bool, model: type[nn.Module], small: dict[str, int], pace: Pace, *, job_steps: int = 20_000
 ) -> Workload:
-    """Images as bytes, made floating point on the device; `small` are the sizes of the tiny model.
+    """Return work on images as bytes, made floating point on the device; `small` are the sizes of the tiny model.
 
     Two epochs of ImageNet are 20,000 steps.
     """
