@@ -205,6 +205,28 @@ def test_what_is_not_finite_is_a_gap_or_named(tmp_path: Path) -> None:
     assert "no value is a finite number: never<" in text
 
 
+def test_a_curve_has_the_rows_that_have_its_value(tmp_path: Path) -> None:
+    kinds: list[list[Any]] = [[0.5], [1], [True], [None], [math.nan], [math.inf], ["text"], [[1.0]], []]
+    columns: dict[str, dict[int, Any]] = {
+        name: {step: value for step in range(1, 701) for value in kinds[step * step % modulus % len(kinds)]}
+        for name, modulus in (("mixed", 89), ("other", 127))
+    }
+    columns["rare"] = {650: 3}
+    folder = make_folder(tmp_path / "run", 700)
+    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    for name, column in columns.items():
+        for step, value in column.items():
+            rows[step - 1][name] = value
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = {chart["title"]: chart["lines"][0] for chart in charts(RunData.read(folder))}
+    for name, column in columns.items():
+        expected = {step: value for step, value in column.items() if not isinstance(value, (str, list))}
+        assert drawn[name]["x"] == list(expected)
+        assert drawn[name]["y"] == [
+            None if value is None or not math.isfinite(value) else value for value in expected.values()
+        ]
+
+
 def test_logged_texts_and_histograms_are_there(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "run")
     for step, words in ((1, "early"), (2, HOSTILE)):
@@ -254,8 +276,8 @@ def test_a_hundred_thousand_steps_make_a_small_page_soon(tmp_path: Path) -> None
     data = RunData.read(folder)
     text = page(data, summary(data), {})
     seconds, parsing = time.process_time() - began, (parsing + parse()) / 2
-    # Three seconds; on a machine where parsing the lines alone takes half of that, more.
-    assert seconds < max(3.0, 4.5 * parsing)
+    # Three seconds; more on a machine where parsing the lines alone takes more than half of that.
+    assert seconds < max(3.0, 1.8 * parsing)
     assert len(text) < 3_000_000
     assert max(charts(data)[0]["lines"][0]["y"]) == 77.0
 

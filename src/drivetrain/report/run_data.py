@@ -271,14 +271,14 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _epoch(number: int, rows: list[Row], aside_seconds: float) -> Epoch:
-    items = sum(row["num_items"] for row in rows)
-    return Epoch(
-        number + 1,
-        sum(row["loss"] * row["num_items"] for row in rows if row["num_items"]) / (items or 1.0),
-        sum(row["seconds"] for row in rows),
-        sum(row["samples"] for row in rows),
-        aside_seconds,
-    )
+    loss, items, seconds, samples = 0.0, 0.0, 0.0, 0
+    for row in rows:  # one pass: a run may have very many epochs of a few steps
+        if row["num_items"]:
+            loss += row["loss"] * row["num_items"]
+            items += row["num_items"]
+        seconds += row["seconds"]
+        samples += row["samples"]
+    return Epoch(number + 1, loss / (items or 1.0), seconds, samples, aside_seconds)
 
 
 def _yaml(path: Path, damage: list[str]) -> Row:
