@@ -1,5 +1,9 @@
 """Scripts that train several jobs in turn: after an interruption, those that are finished are not trained again."""
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +48,7 @@ def started(monkeypatch: pytest.MonkeyPatch, folder: Path, target: str = "jobs.p
         yield
 
 
-def trained(name: str, hooks: Any = (), **changes: Any) -> dt.Result:
+def trained(name: str, hooks: Any = (), config: dt.Config | None = None, **changes: Any) -> dt.Result:
     data = torch.linspace(0, 1, 48, dtype=torch.float64).unsqueeze(1)
     values: dict[str, Any] = {"global_batch": 8, "epochs": 2, "valid": data[:10], **changes}
     return dt.train(
@@ -56,7 +60,8 @@ def trained(name: str, hooks: Any = (), **changes: Any) -> dt.Result:
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             hooks=hooks,
             **values,
-        )
+        ),
+        config,
     )
 
 
@@ -121,3 +126,45 @@ def test_what_is_not_the_same_script_or_job_is_trained(tmp_path: Path, monkeypat
         checkpoint.rename(tmp_path / f"moved-{checkpoint.name}")
     with started(monkeypatch, tmp_path):
         assert trained("first").folder.name == "first-5", "its weights are gone"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.api.test_several_jobs import trained
+import drivetrain as dt
+
+for name in ("first", "second", "third"):
+    trained(name, config=dt.configure(output_dir=Path("runs"), gpu_mode="cpu", report=False))
+    if name != "third" and not Path(f"killed after {name}").exists():
+        Path(f"killed after {name}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_script_that_is_killed_between_two_jobs_trains_none_again(tmp_path: Path) -> None:
+    (tmp_path / "jobs.py").write_text(KILLED)
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    for code, names, words in (
+        (-signal.SIGKILL, ["first"], []),
+        (-signal.SIGKILL, ["first", "second"], ["first is finished, and this script was killed before its end: "]),
+        (
+            0,
+            ["first", "second", "third"],
+            [
+                "first is finished, and this script was killed before its end, after second: ",
+                "second is finished, and this script was killed before its end: ",
+            ],
+        ),
+    ):
+        done = subprocess.run(
+            [sys.executable, "jobs.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code, done.stderr
+        assert names_in(tmp_path / "runs") == names
+        assert done.stderr.count("is not trained again") + done.stdout.count("is not trained again") == len(words)
+        assert all(each in done.stderr + done.stdout for each in words)
+    with pytest.MonkeyPatch.context() as patch, started(patch, tmp_path / "runs", str(tmp_path / "jobs.py")):
+        patch.setattr(sys, "argv", ["jobs.py"])
+        assert trained("first").folder.name == "first-2", "it has come to its end"

@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from drivetrain.core.run_folder import (
     Extension,
     JsonLines,
     RunFolder,
+    is_script_killed,
     read_extensions,
     read_job,
     read_rows,
@@ -249,3 +252,35 @@ def test_yaml_is_what_pyyaml_writes(text: str) -> None:
     """Also where libyaml writes it, which cannot do half a character."""
     value = {"z": text, "a": [1, 2.5, None, True, float("inf"), {"b": [text]}]}
     assert yaml_text(value, width=120) == yaml.safe_dump(value, sort_keys=False, width=120)
+
+
+def test_a_script_that_is_killed_leaves_its_mark(tmp_path: Path) -> None:
+    """It is that of the folder it claimed last, and holds once the process is gone; its end takes the mark away."""
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom drivetrain.core.run_folder import is_script_killed, mark_script\n"
+        "for name in ('one', 'two', 'two'):\n"
+        "    Path(name).mkdir(exist_ok=True)\n    mark_script(Path(name).absolute())\n"
+        "assert not is_script_killed(Path('two').absolute())\n"
+        "print('marked', flush=True)\nsys.stdin.read()\n"
+    )
+
+    def start() -> subprocess.Popen[str]:
+        script = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert script.stdout is not None
+        assert script.stdout.readline() == "marked\n"
+        return script
+
+    def are_killed() -> tuple[bool, bool]:
+        return is_script_killed(tmp_path / "one"), is_script_killed(tmp_path / "two")
+
+    with start() as script:
+        assert are_killed() == (False, False)
+        script.kill()
+    assert are_killed() == (False, True)
+    with start() as script:
+        assert are_killed() == (False, False)
+        script.communicate("")
+    assert script.returncode == 0
+    assert are_killed() == (False, False)

@@ -1,8 +1,10 @@
 """The folder that holds all files of one run. Only one process writes to it, and never over another run."""
 
+import atexit
 import contextlib
 import fcntl
 import json
+import multiprocessing
 import os
 import struct
 import time
@@ -20,6 +22,7 @@ from drivetrain.core.errors import DrivetrainError
 LONGEST_NAME_BYTES = 200  # file systems take 255, and a number may follow
 ALLOWED_NAMES = f"text of up to {LONGEST_NAME_BYTES} bytes without slashes and control characters, other than . and .."
 _JOB, _LOCK, _FINISHED, _STEPS = "job.yaml", ".lock", "finished.json", "steps.jsonl"
+_SCRIPT = ".script"  # in the folder that a script claimed last, until the script ends: see `mark_script`
 _LOCK_LAYOUT = "hhqqi"  # struct flock, as Linux has it on 64 bits: type, whence, start, length, pid
 SWITCH = "compiled_from.json"  # of a run that went over to code which was compiled in the background
 _OF_A_START = (
@@ -418,18 +421,59 @@ def is_held(path: Path) -> bool:
     own = _HELD.get((os.getpid(), path.resolve()))
     if own is not None and own._lock >= 0:
         return True  # and closing another file of this lock would free it
+    return _is_locked(path / _LOCK) is True
+
+
+def _is_locked(path: Path) -> bool | None:
+    """Return whether another process has locked a file; None where that is not known, or there is none."""
     try:
-        file = os.open(path / _LOCK, os.O_RDONLY)
+        file = os.open(path, os.O_RDONLY)
     except OSError:
-        return False
+        return None
     try:
         asked = struct.pack(_LOCK_LAYOUT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         found = struct.unpack(_LOCK_LAYOUT, fcntl.fcntl(file, fcntl.F_GETLK, asked))
         return bool(found[0] != fcntl.F_UNLCK)
     except OSError:
-        return False
+        return None
     finally:
         os.close(file)
+
+
+_marks: dict[Path, int] = {}  # of this process, and the files that hold their locks
+
+
+def mark_script(path: Path) -> None:
+    """Mark a run folder as the last one that the script of this process claimed, until it claims another or ends.
+
+    A process that is killed leaves its mark behind, without the lock: `is_script_killed`. Processes that the script
+    forks for its jobs do not mark them: many of them end by a signal.
+    """
+    if path in _marks or multiprocessing.parent_process() is not None:
+        return
+    with contextlib.suppress(OSError):  # another process may have it, or the file system no locks
+        mark = os.open(path / _SCRIPT, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(mark)
+            raise
+        _unmark()
+        _marks[path] = mark
+
+
+def is_script_killed(path: Path) -> bool:
+    """Return whether the script that claimed a run folder last was killed before it ended or claimed another."""
+    return path not in _marks and _is_locked(path / _SCRIPT) is False
+
+
+@atexit.register
+def _unmark() -> None:
+    while _marks and multiprocessing.parent_process() is None:
+        path, mark = _marks.popitem()
+        with contextlib.suppress(OSError):
+            (path / _SCRIPT).unlink(missing_ok=True)
+        os.close(mark)
 
 
 def _move_aside(path: Path) -> Path | None:
@@ -441,6 +485,7 @@ def _move_aside(path: Path) -> Path | None:
         number = 1
         while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
             number += 1
+        (path / _SCRIPT).unlink(missing_ok=True)
         path.rename(aside)
         return aside
     finally:

@@ -26,6 +26,8 @@ from drivetrain.core.run_folder import (
     has_steps,
     is_finished,
     is_held,
+    is_script_killed,
+    mark_script,
     read_extensions,
     read_job,
     steps_finished,
@@ -154,8 +156,9 @@ SOURCE = "source.json"
 class Script:
     """Holds what trains a run, and which runs the same process has trained before: several jobs of one script.
 
-    A script that was killed in its second job is started again from its first line. The run of the first job is
-    finished, and is what the script asks for; without this record a new one would begin under another name.
+    A script that was killed in its second job, or before it, is started again from its first line. The run of the
+    first job is finished, and is what the script asks for; without this record a new one would begin under another
+    name.
     """
 
     target: str  # empty where it is not known, as in a notebook
@@ -168,9 +171,14 @@ class Script:
         after = [path.name for path in self.earlier if path.parent == there and path != folder.path]
         facts = {"target": self.target, "arguments": list(self.arguments)}
         folder.write(SOURCE, json.dumps({**facts, "after": [it for it in after if is_finished(there / it)]}) + "\n")
+        if self.target.endswith(".py"):
+            mark_script(folder.path)
 
     def goes_on_after(self, path: Path, identity: Mapping[str, Any]) -> str:
-        """Return the name of the unfinished run that this script trained after the finished one in a folder, if any."""
+        """Return the name of the run that this script trained last before it was interrupted; empty if it was not.
+
+        It is the finished run in the folder that is given, or a later one.
+        """
         checkpoints = path / CHECKPOINTS
         is_whole = checkpoints.is_dir() and max(steps_in(checkpoints), default=None) == steps_finished(path)
         if not self.target or path in self.earlier or not is_whole or differences(identity, read_job(path)):
@@ -178,14 +186,16 @@ class Script:
         found = (other.name for other in sorted(path.parent.iterdir()) if self._left(other, path.name))
         return next(found, "")
 
-    def _left(self, other: Path, earlier: str) -> bool:
-        """Return whether a folder holds a run that this script left unfinished, after an earlier one."""
+    def _left(self, other: Path, name: str) -> bool:
+        """Return whether this script was interrupted in the run of a folder or behind it, after one that has a name."""
         try:
             source = json.loads((other / SOURCE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
         is_ours = source.get("target") == self.target and source.get("arguments") == list(self.arguments)
-        return is_ours and earlier in source.get("after", ()) and not is_finished(other) and not is_held(other)
+        if not is_ours or name not in (other.name, *source.get("after", ())):
+            return False
+        return is_script_killed(other) if is_finished(other) else not is_held(other)
 
 
 def claim_folder(
@@ -212,9 +222,13 @@ def claim_folder(
     if folder.moved_to is not None and not quiet:
         notice(f"the run that was {folder.path} is {folder.moved_to} now")
     if following and not quiet:
+        own = folder.path.name
+        why = f"{following}, which this script trained after it, is not"
+        if is_finished(folder.path.with_name(following)):
+            why = "this script was killed before its end" + (f", after {following}" if following != own else "")
         notice(
-            f"{folder.path.name} is finished, and {following}, which this script trained after it, is not: "
-            f"{folder.path.name} is not trained again (--fresh, or dt.train(job, fresh=True), trains it anew)"
+            f"{own} is finished, and {why}: "
+            f"{own} is not trained again (--fresh, or dt.train(job, fresh=True), trains it anew)"
         )
     extensions = read_extensions(folder.path)
     try:
