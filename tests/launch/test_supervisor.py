@@ -320,6 +320,46 @@ def test_a_run_that_is_finished_is_not_started_again(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "crash.json").read_text())["step"] == 3
 
 
+def test_a_script_of_several_jobs_goes_on_in_the_one_it_had_come_to(tmp_path: Path) -> None:
+    """It is killed between two jobs, and in the second, which has come to fewer steps than the first."""
+    job = script(
+        tmp_path,
+        RANK + "from drivetrain.core.launchers import supervision\n"
+        "from drivetrain.core.run_folder import mark_script\n"
+        "from pathlib import Path\n"
+        "open('count', 'a').write('x')\n"
+        "attempt = len(Path('count').read_text())\n"
+        "def begin(name, step):\n"
+        "    Path(name).mkdir(exist_ok=True)\n"
+        "    mark_script(Path(name).absolute())\n"
+        "    supervision.run(str(Path(name).absolute()))\n"
+        "    supervision.tell('resumed', step=step)\n"
+        "def die(): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "begin('first', 24 if attempt > 1 else 0)\n"
+        "if attempt == 1:\n"
+        "    supervision.step(24)\n"
+        "    supervision.tell('checkpoint', step=24)\n"
+        "    Path('first', 'finished.json').write_text('{}')\n"
+        "    die()\n"
+        "begin('second', 4 if attempt > 2 else 0)\n"
+        "if attempt == 2:\n"
+        "    supervision.tell('checkpoint', step=4)\n"
+        "    supervision.step(5)\n"
+        "    die()\n"
+        "if attempt == 3: die()\n",
+    )
+    done = launch(tmp_path, str(job), num_processes=1)
+    assert done.code == 0, done.err
+    found = [line for line in done.err.splitlines() if "failed first" in line or "Starting again" in line]
+    wanted = (
+        ("failed first after step 24 (", "Starting again from the end of first, restart 1 of 3"),
+        ("failed first after step 5 (", "Starting again from the checkpoint of step 4 of second, restart 2 of 3"),
+        ("failed first (", "Starting again from the checkpoint of step 4 of second, restart 3 of 3"),
+    )
+    for line, words in zip(found, (words for pair in wanted for words in pair), strict=True):
+        assert words in line
+
+
 def test_no_file_says_what_no_rank_said(tmp_path: Path) -> None:
     """A job that goes well leaves its logs, and nothing on the screen but what rank 0 printed."""
     done = launch(tmp_path, str(script(tmp_path, RANK + "print('from', rank)\n")))

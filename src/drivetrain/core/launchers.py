@@ -555,6 +555,7 @@ class Supervision:
 
     def run(self, folder: str, resumed_from: int | None = None) -> None:
         self.run_folder, self.is_own_loop = folder, False
+        self.last_step = 0  # of this run, and not of the job before
         self.phase("start")
         names = {name for name, _ in os.environ.items() ^ self._born_with.items()}
         self.tell("run", folder=folder, changed=sorted(name for name in names if not name.startswith("DRIVETRAIN_")))

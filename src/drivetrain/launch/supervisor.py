@@ -5,7 +5,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.goodput import ATTEMPTS, stamp, start_marks
 from drivetrain.core.log import printable
 from drivetrain.core.processes import OrphanGuard, StopWish, hearing
-from drivetrain.core.run_folder import JsonLines, is_finished
+from drivetrain.core.run_folder import JsonLines, is_finished, is_script_killed
 from drivetrain.launch.clusters import submitted_at
 from drivetrain.launch.layout import LaunchOptions, Layout, listen_on
 from drivetrain.launch.nodes import Nodes
@@ -93,6 +94,17 @@ OUTSIDE_AT_MOST = 3  # failures from outside in a row that may come without prog
 
 
 @dataclass
+class _Reached:
+    """How far a run came, in all attempts."""
+
+    step: int = 0
+    checkpoint: int = 0
+
+    def at_least(self, step: int, checkpoint: int) -> None:
+        self.step, self.checkpoint = max(self.step, step), max(self.checkpoint, checkpoint)
+
+
+@dataclass
 class _Attempt:
     """The state of one attempt, as far as known."""
 
@@ -105,7 +117,9 @@ class _Attempt:
     ended: dict[int, bool] = field(default_factory=dict)  # ranks whose run ended, and whether it is finished
     nodes_gone: set[int] = field(default_factory=set)  # whose workers have all ended
     stacks: dict[int, str] = field(default_factory=dict)
-    step: int = 0
+    runs: dict[int, Path] = field(default_factory=dict)  # of each rank: several jobs of one script
+    run_folder: Path | None = None  # of the run that began last
+    step: int = 0  # of that run
     stepped_at: float = 0.0  # when the last report of a step came
     checkpoint: int = 0
     hangs: HangWatch = field(default_factory=HangWatch)
@@ -115,6 +129,17 @@ class _Attempt:
     def ranks_out(self) -> set[int]:
         told = {failure.rank for failure in self.failures if failure.rank is not None}
         return {*self.left, *self.interrupted, *told}
+
+    def begin(self, rank: int, folder: Path) -> None:
+        """Note that a rank has begun a run; the first one that leaves the run before is ahead of the others."""
+        if folder != self.run_folder and self.runs.get(rank) == self.run_folder:
+            self.run_folder, self.step, self.checkpoint = folder, 0, 0
+        self.runs[rank] = folder
+
+    def come_to(self, rank: int, step: int) -> None:
+        """Note the step of a rank, unless it is still in the run before."""
+        if step > self.step and self.runs.get(rank, self.run_folder) == self.run_folder:
+            self.step, self.stepped_at = step, time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -134,7 +159,8 @@ class Supervisor:
         self._output_dir = output_dir
         self._run_folder: Path | None = None
         self._first_logs = output_dir / "launch" / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
-        self._best_step = self._best_checkpoint = self._outside_in_a_row = 0
+        self._reached = defaultdict[Path | None, _Reached](_Reached)  # by the folder of the run
+        self._outside_in_a_row = 0
         self._before: Failure | None = None
         self._log = AttemptLog(submitted_at(output_dir))
 
@@ -175,7 +201,7 @@ class Supervisor:
             cause = outcome.cause
             finished = outcome.ended_well and all(attempt.ended.values()) and not attempt.interrupted
             if self._wish.has_come() and not finished:
-                return self._wish.exit_code, _stopped_in_words(self._wish, attempt, cause, self._best_checkpoint)
+                return self._wish.exit_code, _stopped_in_words(self._wish, attempt, cause, self._best.checkpoint)
             if cause is None:
                 return (0, "") if finished else (130, "")
             self._write_crash(cause, outcome.others, attempt, last=False)
@@ -187,7 +213,7 @@ class Supervisor:
             why_not = self._why_not_again(cause, attempt) or self._why_not_all_here(cause)
             why_not = self._why_not_whole_again(cause, attempt) if why_not == "-" else why_not
             if self._wish.has_come():
-                return self._wish.exit_code, _stopped_in_words(self._wish, attempt, cause, self._best_checkpoint)
+                return self._wish.exit_code, _stopped_in_words(self._wish, attempt, cause, self._best.checkpoint)
             if why_not:
                 path = self._write_crash(cause, outcome.others, attempt, last=True)
                 reason = "" if why_not == "-" else why_not
@@ -225,12 +251,16 @@ class Supervisor:
 
     def _restart_in_words(self, cause: Failure, number: int) -> str:
         after = f" after step {cause.step}" if cause.step else ""
-        place = f"the checkpoint of step {self._best_checkpoint}" if self._best_checkpoint else "the beginning"
+        place = _place_in_words(self._run_folder, self._reached)
         differently = f" with {cause.goes_on_with}" if cause.goes_on_with else ""
         return (
             f"drivetrain: {cause.where} failed first{after} ({cause.kind}: {cause.headline.splitlines()[0]}).\n"
             f"  Starting again from {place}{differently}, restart {number} of {self._options.max_restarts}"
         )
+
+    @property
+    def _best(self) -> _Reached:
+        return self._reached[self._run_folder]
 
     @property
     def _sizes(self) -> list[int]:
@@ -298,24 +328,19 @@ class Supervisor:
 
     def _take(self, attempt: _Attempt, crew: Crew, node: int, event: Event) -> None:
         kind, rank = event.get("event"), int(event.get("rank", -1))
-        place: dict[str, Any] = {
-            "rank": rank,
-            "node": node,
-            "host": self._host(node),
-            "pid": None,
-            "at": time.monotonic(),
-        }
+        place: dict[str, Any] = {"rank": rank, "node": node, "host": self._host(node), "pid": None}
+        place["at"] = time.monotonic()
         if kind == "step":
-            attempt.step, attempt.stepped_at = max(attempt.step, event["step"]), time.monotonic()
+            attempt.come_to(rank, event["step"])
         elif kind == "resumed":
-            self._best_step = max(self._best_step, event["step"])
-            self._best_checkpoint = max(self._best_checkpoint, event["step"])
+            self._best.at_least(event["step"], event["step"])
         elif kind == "checkpoint":
             attempt.checkpoint = max(attempt.checkpoint, event["step"])
         elif kind == "run":
             if self._run_folder is None:
                 Path(event["folder"], "crash.json").unlink(missing_ok=True)  # of an earlier start
             self._run_folder = Path(event["folder"])
+            attempt.begin(rank, self._run_folder)
             self._log.into(self._run_folder)
             if self._options.log_dir is None:
                 crew.logs.move(self._run_folder / "logs")
@@ -339,8 +364,7 @@ class Supervisor:
             attempt.stacks[rank] = event["text"]
         elif kind == "progress":
             attempt.hangs.observe(rank, event["step"], event["phase"], event["frozen"], time.monotonic())
-            if event["step"] > attempt.step:
-                attempt.step, attempt.stepped_at = event["step"], time.monotonic()
+            attempt.come_to(rank, event["step"])
         elif kind == "gone":
             attempt.nodes_gone.add(node)
         elif kind == "signal":
@@ -438,15 +462,14 @@ class Supervisor:
     def _why_not_again(self, cause: Failure, attempt: _Attempt) -> str:
         """Return why the job is not restarted; `-` where the reason is not worth reporting; empty if it is."""
         limit = self._options.max_restarts
-        made_progress = attempt.checkpoint > self._best_checkpoint or attempt.step > self._best_step
-        self._best_checkpoint = max(self._best_checkpoint, attempt.checkpoint)
-        self._best_step = max(self._best_step, attempt.step)
+        made_progress = attempt.checkpoint > self._best.checkpoint or attempt.step > self._best.step
+        self._best.at_least(attempt.step, attempt.checkpoint)
         before, self._before = self._before, cause
         from_outside = cause.kind == NODE_LOST or (cause.kind == SIGNAL and cause.signal in ("SIGKILL", "SIGTERM"))
         self._outside_in_a_row = 0 if made_progress else self._outside_in_a_row + from_outside
         if not cause.is_ours_to_retry or limit == 0:
             return "-"
-        if self._run_folder is not None and is_finished(self._run_folder):
+        if (folder := self._run_folder) is not None and is_finished(folder) and not is_script_killed(folder):
             return "its run is finished; another start would begin a new one"
         if cause.goes_on_with and attempt.number < limit + DIFFERENT_AT_MOST:
             return ""
@@ -496,6 +519,15 @@ def _stopped_in_words(wish: StopWish, attempt: _Attempt, cause: Failure | None, 
     if saved:
         words += f"; the checkpoint of step {saved} is saved, and the same command goes on from there"
     return words
+
+
+def _place_in_words(folder: Path | None, reached: Mapping[Path | None, _Reached]) -> str:
+    """Return where the next attempt goes on; with the name of the run where the script trains several."""
+    if folder is not None and is_finished(folder):
+        return f"the end of {folder.name}"
+    step = reached[folder].checkpoint if folder in reached else 0
+    place = f"the checkpoint of step {step}" if step else "the beginning"
+    return place if folder is None or reached.keys() <= {None, folder} else f"{place} of {folder.name}"
 
 
 def _with_whole_gpus(layout: Layout, cause: Failure) -> Layout:

@@ -443,7 +443,7 @@ class Crew:
             # One that makes progress is not stopped, and is not asked.
             seen = progress, progress == worker.seen[0] and _state_of(worker.process.pid) in "Tt"
             if progress.changes and seen != worker.seen:
-                worker.seen, worker.step = seen, max(worker.step, progress.step)
+                worker.seen, worker.step = seen, progress.step
                 self._emit("progress", worker, step=progress.step, phase=progress.phase, frozen=seen[1])
 
     def stop(self, number: int) -> None:
