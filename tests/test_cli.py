@@ -227,6 +227,18 @@ def test_help_begins_with_ten_flags_and_names_the_way_to_the_others(capsys, comm
     assert int(others[1]) == len(COMMANDS[command].settings) + len(settings_of_options(command)) + 1 - 10
 
 
+def test_help_and_refusals_name_the_number_beside_a_word(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help-all"])
+    told = capsys.readouterr().out
+    assert "--compile-from, --compile.from-step {ready,N}" in told
+    assert "--checkpoint-every, --checkpoint.every {epoch,N}" in told
+    assert main(["train", "digits", "--compile-from=-1", "--checkpoint-every", "0"]) == 2
+    told = capsys.readouterr().err
+    assert "allowed: ready, or a whole number, at least 0, or auto" in told
+    assert "allowed: epoch, or a whole number, at least 1, or auto" in told
+
+
 def settings_of_options(command: str) -> list[str]:
     own = settings.settings_of(options_of(COMMANDS[command].load()))
     return [each.name for each in own if not (each.is_positional or each.is_rest or each.is_after_dashes)]

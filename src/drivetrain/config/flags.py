@@ -271,6 +271,7 @@ class FlagParser:
         says_default = setting.help.endswith(")") or not setting.section
         text = setting.help + ("" if says_default else f" (default: {_shown(setting.default)})")
         choices = [*setting.choices, *(["MODULE:NAME"] if setting.takes_own else [])]
+        choices += ["N"] if setting.number_beside_choices else []
         metavar = "{" + ",".join(choices) + "}" if setting.choices else setting.field.upper()
         if len(metavar) > _WIDEST_CHOICES or len(", ".join((*names, metavar))) > _WIDEST_LINE:  # described in words
             metavar = setting.field.upper()

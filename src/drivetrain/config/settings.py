@@ -117,6 +117,12 @@ class Setting:
         members = (get_args(kind)[0] if get_origin(kind) is tuple else kind for kind in self._kinds)
         return tuple(value for kind in members if get_origin(kind) is Literal for value in get_args(kind))
 
+    @property
+    def number_beside_choices(self) -> str:
+        """The numbers that are allowed besides the words of `choices`; empty where there are none."""
+        numbers = [part for part in get_args(self.info.annotation) if _alternatives(part) == (int,)]
+        return f"a whole number{_limits(getattr(numbers[0], '__metadata__', ()))}" if self.choices and numbers else ""
+
     def as_text(self, value: Any) -> Any:
         """Return a value with the names of the objects that were given in place of names, where that is possible."""
         if self._found_choices is None or value is None:
@@ -149,6 +155,7 @@ class Setting:
             return "true or false"
         if self.choices:
             others = [] if self._found_choices is None else [f"or {self._found_choices.others}"]
+            others += [f"or {self.number_beside_choices}"] if self.number_beside_choices else []
             return ", ".join([*self.choices, *others]) + (", separated by commas" if self.is_list else "")
         kind = self._kinds[0]
         if self.is_list:
