@@ -191,6 +191,45 @@ def test_compiling_comes_first_where_no_other_process_can_make_the_job(
     assert recorded(tmp_path)["compile.from_step"]["value"] == 0
 
 
+@pytest.mark.parametrize(
+    ("target", "answer", "problem", "words"),
+    [
+        ("script.py", {"bits": {}}, "", ["done in the background: steps are compiled from step 3 on"]),
+        ("script.py", None, "", ["done by this process (the other one is not ready): steps are compiled from step 3"]),
+        (
+            "script.py",
+            None,
+            "no such module",
+            [
+                "failed in the background, and this process compiles: no such module",
+                "done by this process (the other one failed): steps are compiled from step 3 on",
+            ],
+        ),
+        ("", None, "", ["done by this process (no other process can make this job, since it is not the first of a"]),
+    ],
+    ids=["done", "not ready", "failed", "no other process"],
+)
+def test_the_line_says_which_process_compiled(
+    target: str,
+    answer: Any,
+    problem: str,
+    words: list[str],
+    tmp_path: Path,
+    other: type[Other],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(fresh_process, "target_to_rerun", lambda: target)
+    other.answer, other.problem = answer, problem
+    torch.compiler.reset()
+    before = num_graphs()
+    dt.train(job(lambda context: None, max_steps=4), settings(tmp_path, compile=True, compile_from=2))
+    assert num_graphs() > before
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  compiling")]
+    assert len(told) == len(words)
+    assert all(expected in line for expected, line in zip(words, told, strict=True))
+
+
 # A script that trains slowly until the compiled code is ready, and is killed where that is asked for.
 SCRIPT = """
 import os, signal, sys, time

@@ -418,13 +418,14 @@ class CompileSwitch:
         self._went_over_after: int | None = None  # how many steps
         way = run.way
         self.is_eager = not run.is_done and (way.compiled_from is None or first_step < way.compiled_from)
-        why_not = _why_at_once(run) if self.is_eager else ""
+        self._why_here = why_not = _why_at_once(run) if self.is_eager else ""
         if why_not and way.compiled_from is None:
             self.is_eager = False
             run.follow(run.planned.compiled_from(0, f"before the first step: {why_not}"))
             if not run.quiet:
                 notice(f"--compile-from ready is not obeyed, compiling comes before training: {why_not}")
         self._starts_child = self.is_eager and not why_not
+        self._is_ready = False  # whether the other process has compiled the step
 
     def __enter__(self) -> Self:
         if self._starts_child:
@@ -477,22 +478,30 @@ class CompileSwitch:
 
     def _is_time(self, num_done: int) -> bool:
         """Return whether the step after `num_done` steps is the first that is compiled."""
-        if self._run.way.compiled_from is not None:
-            return num_done >= self._run.way.compiled_from
-        if self._child is None:  # it failed
+        if self._run.way.compiled_from is not None and num_done < self._run.way.compiled_from:
             return False
+        self._look_at_child(num_done)
+        return self._is_ready or self._run.way.compiled_from is not None
+
+    def _look_at_child(self, num_done: int) -> None:
+        """Note whether the other process is done, and tell once if it failed."""
+        if self._child is None:  # there is none, or it failed
+            return
         try:
-            answer = self._child.poll()
-            if answer is None or "bits" not in answer:
-                return False
+            while (answer := self._child.poll()) is not None and "bits" not in answer:
+                pass
+            if answer is None:
+                return
             problem = Bits.model_validate(answer["bits"]).problem
         except ChildError as error:
             problem = str(error)
         self._end_child()
+        self._is_ready = not problem
         if problem:
+            then = "steps stay eager" if self._run.way.compiled_from is None else "this process compiles"
+            self._why_here = "the other one failed"
             self._recorder.event("compiling failed", step=num_done, error=problem)
-            self._recorder.say(f"  compiling  failed in the background, and steps stay eager: {problem}")
-        return not problem
+            self._recorder.say(f"  compiling  failed in the background, and {then}: {problem}")
 
     def _go_over(self, num_done: int) -> None:
         """Use compiled code from here on. The step is on disk before it is run."""
@@ -507,9 +516,10 @@ class CompileSwitch:
         self.is_eager, self._went_over_after = False, num_done
         torch.compiler.set_stance("default")
         self._recorder.event("compiled from here", step=num_done, seconds=round(seconds, 3))
-        self._recorder.say(
-            f"  compiling  done in the background: steps are compiled from step {num_done + 1:,} on, and when resumed"
-        )
+        how = "done in the background"
+        if not self._is_ready:
+            how = f"done by this process ({self._why_here or 'the other one is not ready'})"
+        self._recorder.say(f"  compiling  {how}: steps are compiled from step {num_done + 1:,} on, and when resumed")
 
     def _end_child(self) -> None:
         if self._child is not None:
