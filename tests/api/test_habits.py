@@ -20,6 +20,7 @@ import drivetrain as dt
 from drivetrain import DrivetrainError, Job
 from drivetrain.api.training import train
 from drivetrain.config import configure
+from drivetrain.core.state import BesideLoss
 from drivetrain.data.division import SampleStream
 from tests.gloo_pool import GlooPool
 
@@ -430,6 +431,21 @@ def test_what_the_loss_keeps_beside_the_model_is_changed_by_steps_alone(
     found = torch.load(tmp_path / "last.pt", weights_only=True)
     assert_same(found, plain_weights(make_model(), with_teacher()))
     assert "keeps something between calls" in lines_told(tmp_path)[1][0]
+
+
+def test_a_model_is_listed_only_where_its_loss_keeps_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validations ask each time, since hooks may have added parameters: 11 ms for 48 layers of a transformer."""
+    model, listed = make_model(), []
+    original = nn.Module.modules
+    monkeypatch.setattr(nn.Module, "modules", lambda self: listed.append(self) or original(self))
+    assert BesideLoss([cross_entropy, lambda called, batch: model(batch[0]).sum()], model).put_back() is False
+    assert listed == []
+    kept = torch.zeros(3)
+    beside = BesideLoss([lambda called, batch: model[0].weight.sum() + kept.sum()], model)
+    kept.add_(1)
+    assert beside.put_back()
+    assert torch.equal(kept, torch.zeros(3))
+    assert listed == [model]
 
 
 def test_parameters_of_the_loss_are_not_left_out_in_silence(tmp_path: Path) -> None:

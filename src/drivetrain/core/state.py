@@ -251,12 +251,17 @@ class BesideLoss:
     """
 
     def __init__(self, losses: Iterable[Any], model: nn.Module) -> None:
-        own = {id(it) for it in (*model.modules(), *model.parameters(), *model.buffers())}
-        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        room = min(2 * num_trained, _MOST_BESIDE)
-        held = {id(value): value for loss in losses for _, value in _kept_by(loss) if id(value) not in own}
-        found = [[it for it in _tensors_of(value) if id(it) not in own] for value in held.values()]
         self._copies: list[tuple[Tensor, Tensor]] = []
+        values = [value for loss in losses for _, value in _kept_by(loss)]
+        held = {id(value): value for value in values if isinstance(value, (nn.Module, Tensor)) and value is not model}
+        if not held:  # as in most jobs: the model, which hooks may have changed, is not listed for each validation
+            return
+        parameters = list(model.parameters())
+        own = {id(it) for it in (*model.modules(), *parameters, *model.buffers())}
+        num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        room = min(2 * num_trained, _MOST_BESIDE)
+        held = {key: value for key, value in held.items() if key not in own}
+        found = [[it for it in _tensors_of(value) if id(it) not in own] for value in held.values()]
         for tensors in sorted(found, key=_num_entries):  # each as a whole, or not at all
             room -= _num_entries(tensors)
             if room >= 0:
