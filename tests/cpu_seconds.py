@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests import warm_python
+
 FILE = Path(__file__).with_name("cpu_seconds.txt")
 LONG_SECONDS = 0.2
 PROPERTY = "cpu seconds"
@@ -72,6 +74,7 @@ class Measuring:
         return (yield)
 
     def pytest_collection_finish(self) -> None:
+        warm_python.run(["-c", ""])  # its server imports torch: that is not part of the first test that needs it
         self._before = process_tree_seconds()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import cpu_seconds
+from tests import cpu_seconds, warm_python
 
 
 def test_what_takes_long_is_kept_until_it_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +29,11 @@ def test_the_time_of_children_that_have_ended_is_counted() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     took = cpu_seconds.process_tree_seconds() - before
     assert took - (time.process_time() - own) > 0.25
+
+
+def test_the_server_of_warm_processes_is_there_before_anything_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(warm_python, "run", lambda words: done.append("server"))
+    monkeypatch.setattr(cpu_seconds, "process_tree_seconds", lambda: done.append("count") or 0.0)
+    cpu_seconds.Measuring().pytest_collection_finish()
+    assert done == ["count", "server", "count"]
