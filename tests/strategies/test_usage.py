@@ -58,3 +58,12 @@ def test_ranks_that_use_other_weights_are_refused_without_it(
     """Both weights have the same shape: nothing else would notice that their gradients were added."""
     with pytest.raises(dt.DrivetrainError, match="would add the gradients of one weight to those of another"):
         gloo_pool.run(usage_runs.run_alternating, str(tmp_path), from_call, world=2)
+
+
+def test_ddp_takes_no_step_with_gradients_that_were_not_reduced(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """Torch notices it in the next forward, if there is one. By then the step was taken, and may have been saved."""
+    with pytest.raises(dt.DrivetrainError, match=r"no gradient reached scale, branch\.weight, branch\.bias") as raised:
+        gloo_pool.run(usage_runs.run_at_the_end, str(tmp_path), world=2)
+    assert "--find-unused-parameters" in str(raised.value)
+    saved = [path.name for path in (tmp_path / "end" / "checkpoints").glob("step-*")]
+    assert saved == ["step-00000001"]

@@ -106,6 +106,33 @@ def run_rare(folder: str, kind: str, settings: dict[str, Any]) -> Trained | None
     return read(result.folder) if result.is_main else None
 
 
+def run_at_the_end(folder: str) -> None:
+    """Train two steps with a branch that the last one leaves out."""
+    inputs, _, targets = samples("branch")[: 2 * BATCH]
+    rare = (torch.arange(2 * BATCH) < BATCH).long()
+    config = configure(output_dir=folder, gpu_mode="cpu", num_workers=0, report=False)
+    job = dt.Job(
+        name="end",
+        model=WithoutBlock,
+        data=TensorDataset(inputs, rare, targets),
+        loss=loss,
+        optimizer=optimizer,
+        global_batch=BATCH,
+        epochs=1,
+        shuffle=False,
+        checkpoint_every=1,
+    )
+    dt.train(job, config, quiet=True)
+
+
+class WithoutBlock(Rare):
+    """The branch is all that a step may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks[1]
+
+
 class Alternating(nn.Module):
     """Both branches have the same shape; which one a rank takes depends on its rank from the second call on."""
 

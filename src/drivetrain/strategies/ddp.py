@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.metrics import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Together, Trial, rescaling, try_out
-from drivetrain.strategies.replicated import load_whole_state, whole_state
+from drivetrain.strategies.replicated import load_whole_state, some_names, whole_state
 from drivetrain.strategies.spec import StrategyContext, StrategySpec
 
 
@@ -89,6 +90,7 @@ class DdpStrategy:
         self._ddp.broadcast_buffers = options.broadcast_buffers
         self._samples = 0
         try_out(self._call, parts.model, trial)
+        self._refuse_unreduced()
         parts.forget_step()
         self._ddp.zero_grad()
         return self._call
@@ -110,6 +112,7 @@ class DdpStrategy:
         torch.autograd.backward(self._parts.scaler.scale(objective))
 
     def step(self, stop: float) -> StepOutcome:
+        self._refuse_unreduced()
         carried = cast(Tensor, self._objective.carrier.grad) * self._world.size  # a copy: the bucket is used again
         if self._parts.scaler.is_enabled():
             carried = carried / self._parts.scale()
@@ -119,6 +122,23 @@ class DdpStrategy:
         self._ddp.zero_grad()
         self._objective.stop = stop  # travels with the next gradients
         return self._parts.outcome([(total, 1.0)], count, stopping, norm, skipped)
+
+    def _refuse_unreduced(self) -> None:
+        """Raise if DDP still waits for a gradient: those that are there are of this rank alone.
+
+        DDP itself says so in the next forward only, after a step that was taken with them, and nothing in the last one.
+        """
+        try:
+            self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            named = self._parts.model.named_parameters()
+            unused = [name for name, it in named if it.requires_grad and it.grad is None]
+            raise DrivetrainError(
+                f"no gradient reached {some_names(unused) or 'some weights'} on rank {self._world.rank} in the "
+                "backward that ends a step, and ddp waits for those of all weights",
+                remedy="--find-unused-parameters, where a loss leaves weights out in some steps or on some ranks; a "
+                "weight that it never uses can be left out of the model, or get requires_grad=False",
+            ) from error
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         """Return the state, which is the same on every rank; only rank 0 writes it."""

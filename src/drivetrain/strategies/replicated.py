@@ -315,7 +315,7 @@ def _check_attributes(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
     ]
     if differences:
         raise DrivetrainError(
-            f"the checkpoint's optimizer was made with other attributes: {_some(differences)}",
+            f"the checkpoint's optimizer was made with other attributes: {some_names(differences)}",
             remedy="make it with the same ones to go on with that run, or use another --name for this one",
         )
 
@@ -333,7 +333,7 @@ def _check_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     ]
     if differences:
         raise DrivetrainError(
-            f"the checkpoint's optimizer has other settings: {_some(differences)}",
+            f"the checkpoint's optimizer has other settings: {some_names(differences)}",
             remedy="use the same settings to go on with that run, or another --name for this one",
         )
 
@@ -366,9 +366,9 @@ def _check_keys(shapes_here: Mapping[str, tuple[int, ...]], stored: Mapping[str,
         for name in sorted(set(shapes_here) & set(stored))
         if shapes_here[name] != tuple(stored[name].shape)
     ]
-    lines = [f"only in the model: {_some(missing)}"] if missing else []
-    lines += [f"only in the checkpoint: {_some(extra)}"] if extra else []
-    lines += [f"other shapes: {_some(shapes)}"] if shapes else []
+    lines = [f"only in the model: {some_names(missing)}"] if missing else []
+    lines += [f"only in the checkpoint: {some_names(extra)}"] if extra else []
+    lines += [f"other shapes: {some_names(shapes)}"] if shapes else []
     if lines:
         raise DrivetrainError(
             "the checkpoint is of another model: " + "; ".join(lines),
@@ -376,7 +376,8 @@ def _check_keys(shapes_here: Mapping[str, tuple[int, ...]], stored: Mapping[str,
         )
 
 
-def _some(names: list[str]) -> str:
+def some_names(names: list[str]) -> str:
+    """Return the first five names and the number of the others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
