@@ -22,7 +22,7 @@ from drivetrain.core.world import World
 from drivetrain.data.division import SampleStream
 from drivetrain.plan.loss_weighting import Finding
 from drivetrain.run import Session, loss_weighting
-from drivetrain.run.loss_probe import Parts, ReplayedDraws, part_bounds, probe_loss
+from drivetrain.run.loss_probe import Parts, ReplayedDraws, leaves_labels_out, part_bounds, probe_loss
 from tests.gloo_pool import GlooPool
 
 VOCABULARY, LENGTH, SAMPLES, BATCH, STEPS, SEED = 13, 9, 60, 16, 6, 5
@@ -256,6 +256,58 @@ def test_padding_that_comes_late_is_looked_at_then(tmp_path: Path, monkeypatch: 
     assert '"by": "tokens"' in event
     assert "weighting: by samples" in found["plan"]  # as it looked before the first step
     assert difference(found, job) < 1e-10
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """What the first samples, more than are looked at before the first step, do not have in their labels."""
+
+    def __init__(self, late: int, labels_type: torch.dtype = torch.long) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randn(160, 4, dtype=torch.float64, generator=generator)
+        labels = torch.randint(0, 2, (160, 3), generator=generator)
+        rare = torch.rand(160, 3, generator=generator) < 0.4
+        rare[:96] = False
+        self.labels = torch.where(rare, late, labels).to(labels_type)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.labels[index]
+
+
+def of_rows(ignored: int, weight: Tensor | None = None) -> Callable[[nn.Module, Any], Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch[0]).unflatten(1, (3, 3))
+        weights = None if weight is None else weight.to(logits)
+        return functional.cross_entropy(logits, batch[1].long(), ignore_index=ignored, weight=weights)
+
+    return loss
+
+
+@pytest.mark.parametrize("labels_type", [torch.long, torch.uint8], ids=str)
+@pytest.mark.parametrize("is_in_memory", [True, False])
+def test_labels_are_left_out_by_the_value_that_the_loss_names(
+    tmp_path: Path, is_in_memory: bool, labels_type: torch.dtype
+) -> None:
+    """It was known by the labels only, and by those of the first samples."""
+    rows = Rows(255, labels_type)
+    data = TensorDataset(rows.inputs, rows.labels) if is_in_memory else rows
+    job = job_of(of_rows(255), data, lambda: nn.Linear(4, 9), shuffle=False, global_batch=16, max_steps=10)
+    whole, divided = trained(str(tmp_path / "whole"), job, 16), trained(str(tmp_path / "divided"), job, 5)
+    for key, value in whole["weights"].items():
+        torch.testing.assert_close(divided["weights"][key], value, rtol=0, atol=1e-12)
+    assert "batch[1] != 255" in divided["events"]
+
+
+def test_class_weights_are_seen_where_the_first_labels_have_the_same(tmp_path: Path) -> None:
+    """The first samples lack the rare class: with their labels alone the loss is a mean over samples."""
+    loss = of_rows(-100, torch.tensor([1.0, 1.0, 20.0]))
+    job = job_of(loss, Rows(2), lambda: nn.Linear(4, 9), shuffle=False, global_batch=16, max_steps=2)
+    assert "weighted mean" in trained(str(tmp_path), job, 5)["rule"]["holds_division"]
+    model, rows = nn.Linear(4, 9).double(), Rows(2)
+    assert leaves_labels_out(loss(model, rows[:8]))
+    assert not leaves_labels_out(of_rows(-100, torch.ones(3))(model, rows[:8]))
 
 
 def test_a_micro_batch_that_counts_nothing_contributes_nothing(tmp_path: Path) -> None:

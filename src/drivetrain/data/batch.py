@@ -194,14 +194,19 @@ class Count(Value):
         return f"the elements of {name}" if self.kind == "numel" else f"{name} != {self.ignored}"
 
 
-def candidates(batch: Any) -> list[Count]:
-    """List the counts that a batch offers, the likeliest first."""
+def candidates(batch: Any, ignored: Sequence[int] = ()) -> list[Count]:
+    """List the counts that a batch offers, the likeliest first.
+
+    Args:
+        batch: What a loss function is called with.
+        ignored: Values that mark labels to leave out, in this batch or in others.
+    """
     found: list[Count] = []
     for path, tensor in _tensors(batch):
         if tensor.dim() == 0 or tensor.is_complex() or not tensor.numel():
             continue
         parts: tuple[Part, ...] = ("all", "from the second", "up to the last") if tensor.dim() > 1 else ("all",)
-        values = _ignored_values(tensor)
+        values = _ignored_values(tensor, ignored)
         found += [Count(path=path, kind="unequal", ignored=value, part=part) for value in values for part in parts]
         if tensor.dim() == 2 and not tensor.is_floating_point():  # perhaps with time first, as `pad_sequence` makes it
             rows: tuple[Part, ...] = ("from the second row", "up to the last row")
@@ -220,19 +225,19 @@ def _rank(count: Count) -> tuple[int, int]:
     return kind, 0 if is_label else 1
 
 
-def _ignored_values(tensor: Tensor) -> list[int]:
+def _ignored_values(tensor: Tensor, known: Sequence[int]) -> list[int]:
     """Return the values that may mark positions to leave out."""
     if tensor.is_floating_point():
         return [0, 1] if tensor.dim() <= 2 and bool(((tensor == 0) | (tensor == 1)).all()) else []
     if tensor.dtype is torch.bool:
         return [0, 1]
     if tensor.dim() > 4 or tensor.dtype is torch.uint8:  # pictures
-        return []
+        return [value for value in known if 0 <= value < 256]  # or labels, a byte each
     ends = [tensor[..., -1].flatten()] if tensor.dim() > 1 else []
     ends += [tensor[-1]] if tensor.dim() == 2 else []  # with time first
     last = [int(end.mode().values) for end in ends]
     present = [value for value in dict.fromkeys((*_PADDING, *last)) if bool((tensor == value).any())]
-    return list(dict.fromkeys((IGNORE_INDEX, *present)))
+    return list(dict.fromkeys((IGNORE_INDEX, *known, *present)))
 
 
 def _may_be_lengths(tensor: Tensor) -> bool:

@@ -79,6 +79,13 @@ class Carried(NamedTuple):
         return f"each forward pass changes {names}"
 
 
+class LabelMeans(NamedTuple):
+    """What the cross-entropies near the end of a loss leave out of their means, whatever the labels of a batch are."""
+
+    ignored: tuple[int, ...] = ()  # each `ignore_index`
+    has_weights: bool = False  # the classes have weights that differ
+
+
 class ProbedLoss(NamedTuple):
     """The finding that follows from the gradients, and the counts that it is stated in."""
 
@@ -102,12 +109,11 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
     hooked = tuple(name for name, weight in model.named_parameters() if weight._post_accumulate_grad_hooks)
     model, batches = _in_fp32(model, [parts.whole, *parts.parts])
     batches = [to_device(batch, device) for batch in batches]
-    found = [candidate for candidate in candidates(batches[0]) if all(map(candidate.is_in, batches))]
-    found = [candidate for candidate in found if not candidate.leaves_out_samples(batches[1:], parts.sizes)]
-    counts = [[float(candidate.of(batch)) for batch in batches[1:]] for candidate in found]
     with _measuring(model, device):
-        carried, foreign = _carried(loss, model, batches[1], device)
+        carried, foreign, labels = _carried(loss, model, batches[1], device)
         carried = carried._replace(hooked=hooked)
+        found = _counts_in(batches, parts.sizes, labels)
+        counts = [[float(candidate.of(batch)) for batch in batches[1:]] for candidate in found]
         # Where nothing is drawn nothing is replayed: that takes as long again. Draws from a generator of the user's own
         # are not seen; a loss that is not explained is looked at again, with replaying.
         for replays in (True,) if _has_drawn(device) else (False, True):
@@ -124,6 +130,8 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
         if finding.kind in ("weighted", "coupled") and TOLERANCE < finding.residual < MOST_TOLERANCE:
             tolerance = _tolerance(loss, model, parts, device, vectors[0])
             finding = judge(products, parts.sizes, counts, tolerance)
+    if labels.has_weights and finding.kind in ("samples", "count"):
+        finding = Finding(kind="weighted", residual=finding.residual)  # classes of other weights are not among these
     if finding.kind == "unknown":
         return ProbedLoss(finding, (), "its gradient on the first samples is zero or not finite", carried=carried)
     if finding.kind in ("weighted", "coupled"):
@@ -137,17 +145,23 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
     return ProbedLoss(finding, counts_found, carried=carried, foreign=foreign)
 
 
+def _counts_in(batches: Sequence[Any], sizes: Sequence[int], labels: LabelMeans) -> list[Count]:
+    """List the counts that a batch and its parts offer."""
+    found = [candidate for candidate in candidates(batches[0], labels.ignored) if all(map(candidate.is_in, batches))]
+    return [candidate for candidate in found if not candidate.leaves_out_samples(batches[1:], sizes)]
+
+
 def probe_one_sample(loss: LossFunction, model: nn.Module, batch: Any, device: torch.device) -> ProbedLoss:
     """Find out what calls of a loss leave behind, where batches have one sample: there is nothing to weight."""
     model, batches = _in_fp32(model, [batch])
     with _measuring(model, device):
-        carried, foreign = _carried(loss, model, to_device(batches[0], device), device)
+        carried, foreign, _ = _carried(loss, model, to_device(batches[0], device), device)
     return ProbedLoss(Finding(kind="unknown"), (), carried=carried, foreign=foreign)
 
 
 def _carried(
     loss: LossFunction, model: nn.Module, batch: Any, device: torch.device
-) -> tuple[Carried, tuple[nn.Parameter, ...]]:
+) -> tuple[Carried, tuple[nn.Parameter, ...], LabelMeans]:
     """Find what calls of the loss leave behind: calls it twice with one batch, and looks at the model in between.
 
     This comes before all other calls: what grows with each of them may have come to its end later.
@@ -157,25 +171,25 @@ def _carried(
     try:
         batches = [copy.deepcopy(batch) for _ in range(3)]
     except Exception:  # noqa: BLE001  (whatever an object of the user's raises)
-        return Carried(), ()
-    first, foreign = _value(loss, model, batches[0], device)
+        return Carried(), (), LabelMeans()
+    first, foreign, labels = _value(loss, model, batches[0], device)
     moved = tuple(name for name, tensor in _kept_in_state(model) if name in saved and _has_moved(tensor, *saved[name]))
     changed = tuple(
         ".".join(filter(None, place))
         for place, value in own_attributes(model).items()
         if _mark(value) != attributes.get(place)
     )
-    second, _ = _value(loss, model, batches[1], device)
+    second, *_ = _value(loss, model, batches[1], device)
     if _are_alike(first, second, device):
-        return Carried(moved), foreign
+        return Carried(moved), foreign, labels
     for name, tensor in _kept_in_state(model):
         if name in saved:
             put_back(tensor, saved[name][2])
-    third, _ = _value(loss, model, batches[2], device)
+    third, *_ = _value(loss, model, batches[2], device)
     if not _are_alike(first, third, device):
-        return Carried(moved, changed), foreign
+        return Carried(moved, changed), foreign, labels
     saved_names = model.state_dict().keys()
-    return Carried(moved, tuple(name for name in moved if name not in saved_names) or None), foreign
+    return Carried(moved, tuple(name for name in moved if name not in saved_names) or None), foreign, labels
 
 
 def _kept_in_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -202,8 +216,11 @@ def _mark(value: Any) -> Any:
 
 def _value(
     loss: LossFunction, model: nn.Module, batch: Any, device: torch.device
-) -> tuple[float, tuple[nn.Parameter, ...]]:
-    """Call the loss with generators set alike. Return its value, and parameters in it that the model does not have."""
+) -> tuple[float, tuple[nn.Parameter, ...], LabelMeans]:
+    """Call the loss with generators set alike.
+
+    Returns its value, parameters in it that the model does not have, and what its means leave out.
+    """
     _seed(device)
     result = loss(model, batch)
     settlement_of(model).forget()
@@ -212,7 +229,7 @@ def _value(
     tensors = [each for each in totals if isinstance(each, Tensor)]
     own = set(map(id, model.parameters()))
     foreign = [leaf for leaf in leaves_of(tensors) if isinstance(leaf, nn.Parameter) and id(leaf) not in own]
-    return sum(float(each.detach().double().sum()) for each in tensors), tuple(foreign)
+    return sum(float(each.detach().double().sum()) for each in tensors), tuple(foreign), _label_means(tensors)
 
 
 def _has_drawn(device: torch.device) -> bool:
@@ -264,17 +281,34 @@ def leaves_labels_out(loss: Tensor) -> bool:
 
     The others are those that `ignore_index` marks. The host waits for the device.
     """
-    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
+    return any(
+        float(node._saved_total_weight) != node._saved_target.numel() or _has_weights(node)
+        for node in _mean_entropies([loss])
+    )
+
+
+def _label_means(losses: Sequence[Tensor]) -> LabelMeans:
+    nodes = list(_mean_entropies(losses))
+    ignored = dict.fromkeys(int(node._saved_ignore_index) for node in nodes)
+    return LabelMeans(tuple(ignored), any(map(_has_weights, nodes)))
+
+
+def _has_weights(node: Any) -> bool:
+    weights = node._saved_weight
+    return weights is not None and bool((weights != weights[:1]).any())
+
+
+def _mean_entropies(losses: Sequence[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the cross-entropies near the end of losses that are means over their labels."""
+    nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
     for _ in range(_NODES_LOOKED_AT):
         if not nodes:
-            return False
+            return
         node = nodes.pop(0)
         if node.name().startswith("NllLoss") and getattr(node, "_saved_reduction", 0) == 1:
-            if float(node._saved_total_weight) != node._saved_target.numel():  # type: ignore[attr-defined]
-                return True
+            yield node
             continue
         nodes += [other for other, _ in node.next_functions if other is not None]
-    return False
 
 
 def mean_counts(loss: Tensor) -> list[int]:
