@@ -21,7 +21,7 @@ from drivetrain.core.state import local_part
 from drivetrain.core.world import World
 from drivetrain.run.job_settings import strategy_for
 from drivetrain.strategies import Average, ShardOptions
-from drivetrain.strategies.sharding import ROOT, layout_of, shard
+from drivetrain.strategies.sharding import ROOT, layout_of, refuse_hooks, shard
 from tests.api.jobs import Variant, make_job, plain_loop
 from tests.api.test_equivalence import CASES, but_soak, difference
 from tests.api.test_resume import BASE, MICRO_BATCH, assert_identical, call_in
@@ -474,6 +474,29 @@ def test_an_output_changed_in_place_is_no_silent_stop(tmp_path: Path) -> None:
     job = make_job(Variant(steps=2), model=lambda: nn.Linear(6, 4).double(), loss=changed_in_place)
     with pytest.raises(dt.DrivetrainError, match="backward reached no weight"):
         fsdp_alone(tmp_path, job)
+
+
+def with_hook(groups: Any, is_elementwise: bool = False) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_([it for group in optimizer.param_groups for it in group["params"]], 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    if is_elementwise:
+        optimizer.elementwise = True  # type: ignore[attr-defined]
+    return optimizer
+
+
+def test_a_step_hook_that_sees_shards_is_refused(tmp_path: Path) -> None:
+    """Clipping in it took the norm of this rank's rows, another one on every rank, in silence."""
+    with pytest.raises(dt.DrivetrainError, match="a step hook of SGD sees only this rank's part") as raised:
+        fsdp_alone(tmp_path, make_job(Variant(steps=2), optimizer=with_hook))
+    assert "Job(clip_norm=…)" in str(raised.value)
+    with pytest.raises(dt.DrivetrainError, match="with expert_parallel"):
+        refuse_hooks(with_hook([{"params": [nn.Parameter(torch.ones(2))]}]), "expert_parallel")
+    job = make_job(Variant(steps=2), optimizer=lambda groups: with_hook(groups, is_elementwise=True))
+    assert fsdp_alone(tmp_path / "declared", job).finished
 
 
 def test_an_optimizer_of_ones_own_that_says_it_is_elementwise(tmp_path: Path) -> None:

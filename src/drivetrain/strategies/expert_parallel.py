@@ -15,7 +15,7 @@ from drivetrain.strategies.base import ObjectiveCall, StrategyParts, Trial
 from drivetrain.strategies.ddp import DdpOptions, DdpStrategy, options_of
 from drivetrain.strategies.fsdp import FsdpStrategy
 from drivetrain.strategies.replicated import load_whole_state, whole_state
-from drivetrain.strategies.sharding import Sharded, norm_over_ranks, share_infinities
+from drivetrain.strategies.sharding import Sharded, norm_over_ranks, refuse_hooks, share_infinities
 from drivetrain.strategies.shared_experts import SharedExperts
 from drivetrain.strategies.spec import StrategyContext, StrategySpec
 
@@ -31,6 +31,7 @@ class ExpertParallelStrategy(DdpStrategy):
         self._experts: SharedExperts | None = None
 
     def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
+        refuse_hooks(parts.optimizer, self.name)
         self._experts = SharedExperts(parts.model, self._world, self._capability)
         self._experts.deal(parts.average)
         self._experts.cut_state(parts.optimizer)

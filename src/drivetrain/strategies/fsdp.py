@@ -302,7 +302,8 @@ def _in_words() -> Iterator[None]:
             raise DrivetrainError(
                 "backward needs the weights of a block that were not gathered again: torch has lost the hook that it "
                 f"put on what the block returned ({error})",
-                remedy="do not change what a block returns in place: write x = x + y, not x += y",
+                remedy="do not change what a block returns in place: write x = x + y, not x += y; a loss that "
+                "differentiates a gradient (torch.autograd.grad with create_graph=True) needs --parallel-strategy ddp",
             ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise

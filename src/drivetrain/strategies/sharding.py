@@ -517,6 +517,24 @@ def refuse_unless_elementwise(optimizer: Optimizer, strategy: str) -> None:
                 remedy=f"use one of torch's {', '.join(ELEMENTWISE)}; or --parallel-strategy ddp; or, if it does, set "
                 "optimizer.elementwise = True",
             )
+    refuse_hooks(optimizer, strategy)
+
+
+def refuse_hooks(optimizer: Optimizer, strategy: str) -> None:
+    """Raise for the user's hooks around the optimizer's step: a norm that they compute would be of this rank's parts.
+
+    The ranks would clip by other norms than one device does, and each by its own.
+    """
+    for member in members_of(optimizer).values():
+        hooks = [*member._optimizer_step_pre_hooks.values(), *member._optimizer_step_post_hooks.values()]
+        own = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("drivetrain.")]
+        if own and not getattr(member, "elementwise", False):
+            raise DrivetrainError(
+                f"a step hook of {type(member).__name__} sees only this rank's part of the weights and gradients with "
+                f"{strategy}: a norm over them is another one on every rank",
+                remedy="Job(clip_norm=…) clips by the norm over all ranks; or --parallel-strategy ddp; or, if the hook "
+                "treats every element alike, as clip_grad_value_ does, set optimizer.elementwise = True",
+            )
 
 
 def _num_bytes(parameters: Any) -> int:
