@@ -445,6 +445,8 @@ def test_what_cannot_be_cut_is_refused_in_words(gloo_pool: GlooPool, tmp_path: P
         shard(sparse_model(), World(), ShardOptions(), FP32_ON_CPU)
     with pytest.raises(dt.DrivetrainError, match="not known before the first forward"):
         shard(nn.LazyLinear(3), World(), ShardOptions(), FP32_ON_CPU)
+    with pytest.raises(dt.DrivetrainError, match="ModuleDict has none"):  # as dt.drive makes of several models
+        shard(nn.ModuleDict({"gen": nn.Linear(2, 2), "disc": nn.Linear(2, 2)}), World(), ShardOptions(), FP32_ON_CPU)
     adafactor = make_job(Variant(), optimizer=lambda groups: torch.optim.Adafactor(groups, lr=1e-2))
     with pytest.raises(dt.DrivetrainError, match="Adafactor is not known to treat every element"):
         fsdp_alone(tmp_path / "a", adafactor)

@@ -482,6 +482,13 @@ def refuse_uncuttable(model: nn.Module) -> None:
             f"the shape of {lazy[0]} is not known before the first forward, and it cannot be cut before that",
             remedy="use modules that are told their shapes, or --parallel-strategy ddp",
         )
+    is_list = type(model) in (nn.ModuleDict, nn.ModuleList)  # of models that a loop calls one by one
+    if is_list and any(unit.name == ROOT and unit.parameters for unit in layout_of(model).units):
+        raise DrivetrainError(
+            f"with fsdp weights are whole only inside the forward of the model, and {type(model).__name__} has none: "
+            "the loop or the loss calls what is in it",
+            remedy="make one module of all models, with a forward that calls them, or use --parallel-strategy ddp",
+        )
 
 
 def _refuse_other_models(model: nn.Module, world: World) -> None:
