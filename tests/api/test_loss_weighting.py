@@ -300,6 +300,27 @@ def test_labels_are_left_out_by_the_value_that_the_loss_names(
     assert "batch[1] != 255" in divided["events"]
 
 
+def not_known_left_out(model: nn.Module, batch: Any) -> Tensor:
+    found, targets = model(batch[0]), batch[1]
+    is_known = ~targets.isnan()
+    return (found[is_known] - targets[is_known]).square().mean()
+
+
+@pytest.mark.parametrize("micro_batch", [5, 1])
+@pytest.mark.parametrize("is_in_memory", [True, False])
+def test_targets_that_are_nan_are_not_counted(tmp_path: Path, is_in_memory: bool, micro_batch: int) -> None:
+    """A mean over the targets that are known, as for properties of molecules: most have some of them only."""
+    generator = torch.Generator().manual_seed(5)
+    inputs, targets = (torch.randn(SAMPLES, 4, dtype=torch.float64, generator=generator) for _ in range(2))
+    targets[torch.rand(targets.shape, generator=generator) < 0.4] = float("nan")
+    columns = TensorDataset(inputs, targets)
+    data = columns if is_in_memory else [columns[number] for number in range(SAMPLES)]
+    job = job_of(not_known_left_out, data, lambda: nn.Linear(4, 4))
+    found = trained(str(tmp_path), job, micro_batch)
+    assert "batch[1] that is not NaN" in found["plan"]
+    assert difference(found, job) < 1e-10
+
+
 def test_class_weights_are_seen_where_the_first_labels_have_the_same(tmp_path: Path) -> None:
     """The first samples lack the rare class: with their labels alone the loss is a mean over samples."""
     loss = of_rows(-100, torch.tensor([1.0, 1.0, 20.0]))

@@ -21,6 +21,10 @@ BATCHES: dict[str, list[Any]] = {
         (torch.tensor([7 + number]), torch.rand(1, 3, generator=DRAW, dtype=torch.float64)) for number in range(4)
     ],
     "other dtypes": [[tokens(1, 2)], [tokens(1, 2).int()], [tokens(1, 2).double()]],
+    "targets that are not known": [
+        (torch.rand(4, 3, generator=DRAW), torch.tensor([float("nan"), 1.0, number, float("nan")]))
+        for number in range(3)
+    ],
     "pictures": [(torch.rand(1, 3, 4, 4, generator=DRAW), tokens(1)) for _ in range(3)],
 }
 

@@ -129,7 +129,7 @@ class Count(Value):
     """The number of items of a batch's tensor that a loss may average over."""
 
     path: LeafPath  # to the tensor: keys, positions, field names
-    kind: Literal["unequal", "sum", "numel"]
+    kind: Literal["unequal", "not nan", "sum", "numel"]
     ignored: int = 0  # of `unequal`: the value that is not counted
     part: Part = "all"  # next-token losses leave out the first label of each sample: a column, or a row of time steps
 
@@ -142,7 +142,10 @@ class Count(Value):
         cut = _cut(tensor, self.part)
         if self.kind == "numel":
             return torch.full((), _num_positions(cut), device=cut.device)
-        return (cut != self.ignored).sum()
+        return self._counted(cut).sum()
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        return ~tensor.isnan() if self.kind == "not nan" else tensor != self.ignored
 
     def number(self, batch: Any) -> float:
         """Count the items of a batch that is on the host."""
@@ -157,9 +160,9 @@ class Count(Value):
             return [self.number(batch) for batch in batches]
         if self.kind == "numel":
             return [self.number(batches[0])] * len(batches)
-        rows = torch.stack([_cut(tensor, self.part) for tensor in tensors] if self.kind == "unequal" else tensors)
-        if self.kind == "unequal":
-            return (rows != self.ignored).flatten(1).sum(1).double().tolist()
+        rows = torch.stack(tensors if self.kind == "sum" else [_cut(tensor, self.part) for tensor in tensors])
+        if self.kind != "sum":
+            return self._counted(rows).flatten(1).sum(1).double().tolist()
         totals = rows.flatten(1).sum(1, dtype=torch.float64 if rows.is_floating_point() else torch.int64).double()
         return (totals if self.part == "all" else totals - tensors[0].numel()).tolist()
 
@@ -184,13 +187,15 @@ class Count(Value):
             return rows.double().sum(1) - (0 if self.part == "all" else rows.shape[1])
         if self.kind == "numel":
             return torch.full((len(rows),), float(_num_positions(tensor[:1])), device=rows.device)
-        return (rows != self.ignored).sum(1)
+        return self._counted(rows).sum(1)
 
     def __str__(self) -> str:
         name = _in_words(self.path)
         if self.kind == "sum":
             return f"the sum of {name}" if self.part == "all" else f"the sum of {name} - 1"
         name += _PART_WORDS[self.part]
+        if self.kind == "not nan":
+            return f"{name} that is not NaN"
         return f"the elements of {name}" if self.kind == "numel" else f"{name} != {self.ignored}"
 
 
@@ -208,6 +213,8 @@ def candidates(batch: Any, ignored: Sequence[int] = ()) -> list[Count]:
         parts: tuple[Part, ...] = ("all", "from the second", "up to the last") if tensor.dim() > 1 else ("all",)
         values = _ignored_values(tensor, ignored)
         found += [Count(path=path, kind="unequal", ignored=value, part=part) for value in values for part in parts]
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):  # targets that are not known
+            found += [Count(path=path, kind="not nan", part=part) for part in parts]
         if tensor.dim() == 2 and not tensor.is_floating_point():  # perhaps with time first, as `pad_sequence` makes it
             rows: tuple[Part, ...] = ("from the second row", "up to the last row")
             found += [Count(path=path, kind="unequal", ignored=value, part=part) for value in values for part in rows]
@@ -220,7 +227,7 @@ def candidates(batch: Any, ignored: Sequence[int] = ()) -> list[Count]:
 
 def _rank(count: Count) -> tuple[int, int]:
     """Rank labels before masks, masks before lengths, lengths before shapes; named labels before other tensors."""
-    kind = {"unequal": 0 if count.ignored == IGNORE_INDEX else 1, "sum": 2, "numel": 3}[count.kind]
+    kind = {"unequal": 0 if count.ignored == IGNORE_INDEX else 1, "not nan": 1, "sum": 2, "numel": 3}[count.kind]
     is_label = any(isinstance(key, str) and ("label" in key or "target" in key) for key in count.path)
     return kind, 0 if is_label else 1
 
