@@ -19,6 +19,7 @@ from drivetrain.core.value import Value
 
 IGNORE_INDEX = -100  # what torch and transformers leave out of a cross-entropy
 _PADDING = (-1, 0, 1)  # other values that mark positions to leave out, in labels and in masks
+_MOST_TARGETS = 256  # of a sample, for which every batch is looked at: sounds and pictures take too long
 Part = Literal["all", "from the second", "up to the last", "from the second row", "up to the last row"]
 _PART_WORDS: dict[Part, str] = {
     "all": "",
@@ -213,8 +214,8 @@ def candidates(batch: Any, ignored: Sequence[int] = ()) -> list[Count]:
         parts: tuple[Part, ...] = ("all", "from the second", "up to the last") if tensor.dim() > 1 else ("all",)
         values = _ignored_values(tensor, ignored)
         found += [Count(path=path, kind="unequal", ignored=value, part=part) for value in values for part in parts]
-        if tensor.is_floating_point() and bool(tensor.isnan().any()):  # targets that are not known
-            found += [Count(path=path, kind="not nan", part=part) for part in parts]
+        if tensor.is_floating_point():  # perhaps targets of which some are not known
+            found += [Count(path=path, kind="not nan", part=part) for part in _not_nan_in(tensor, parts)]
         if tensor.dim() == 2 and not tensor.is_floating_point():  # perhaps with time first, as `pad_sequence` makes it
             rows: tuple[Part, ...] = ("from the second row", "up to the last row")
             found += [Count(path=path, kind="unequal", ignored=value, part=part) for value in values for part in rows]
@@ -245,6 +246,13 @@ def _ignored_values(tensor: Tensor, known: Sequence[int]) -> list[int]:
     last = [int(end.mode().values) for end in ends]
     present = [value for value in dict.fromkeys((*_PADDING, *last)) if bool((tensor == value).any())]
     return list(dict.fromkeys((IGNORE_INDEX, *known, *present)))
+
+
+def _not_nan_in(tensor: Tensor, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Return the parts to count without NaN; where there is none, other batches may have some, if it is small."""
+    if bool(tensor.isnan().any()):
+        return parts
+    return parts[:1] if tensor.dim() <= 2 and tensor.numel() <= _MOST_TARGETS * len(tensor) else ()
 
 
 def _may_be_lengths(tensor: Tensor) -> bool:
