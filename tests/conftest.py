@@ -110,7 +110,9 @@ def nothing_frozen() -> Iterator[None]:
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what is compiled and when: it is traced and differentiated, but no kernels are built."""
     monkeypatch.setattr("drivetrain.planning.planner.why_not_compiled", lambda device: "")
-    monkeypatch.setattr("drivetrain.strategies.compiling.compile_options", lambda mode, **_: {"backend": "aot_eager"})
+    monkeypatch.setattr(
+        "drivetrain.strategies.compiling.CompileOptions.arguments", lambda options: {"backend": "aot_eager"}
+    )
 
 
 @pytest.fixture(autouse=True)

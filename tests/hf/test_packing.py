@@ -281,12 +281,13 @@ def test_packing_is_chosen_where_much_would_be_padding() -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_batches_of_any_size_are_compiled_once(packing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "compile_options", lambda mode, **_: {"backend": "eager"})  # kernels take minutes
+    without_kernels = {"backend": "eager"}  # they take minutes
+    monkeypatch.setattr(compiling.CompileOptions, "arguments", lambda options: without_kernels)
     data, model = long_samples(160), llama()
     job: Any = dt.hf.job(model, data, packing=packing)
     torch._dynamo.reset()
     before = compiling.num_graphs()
-    step = compiling.compiled(job.loss, "default")
+    step = compiling.compiled(job.loss, compiling.CompileOptions())
     shapes = set()
     for at in range(0, 160, 10):  # a single row would be compiled by itself
         batch = job.collate(data[at : at + 10])

@@ -22,6 +22,7 @@ from drivetrain.plan.fitting import _Live
 from drivetrain.proving.loss import KeyedDraws
 from drivetrain.run.loss_probe import ReplayedDraws
 from drivetrain.strategies.compiling import (
+    CompileOptions,
     compile_named,
     compile_repeated,
     compiled,
@@ -94,12 +95,12 @@ def test_only_what_is_named_is_compiled() -> None:
     model = Gated()
     inputs = torch.randn(3, 4)
     expected = model(inputs)
-    compile_named(model, ["router"], "default")
+    compile_named(model, ["router"], CompileOptions())
     assert torch.allclose(model(inputs), expected, atol=1e-6)
     assert num_graphs() == before + 1
     assert set(model.state_dict()) == set(Gated().state_dict())
     with pytest.raises(ConfigError, match="body, router"):
-        compile_named(model, ["gate"], "default")
+        compile_named(model, ["gate"], CompileOptions())
 
 
 def test_in_a_run(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_experts_are_their_mixture() -> None:
     torch.compiler.reset()
     model = nn.Sequential(MixtureOfExperts(4, 2, 8, k=1))
     before = num_graphs()
-    compile_named(model, ["experts"], "default")
+    compile_named(model, ["experts"], CompileOptions())
     model(torch.randn(6, 4)).sum().backward()
     assert num_graphs() > before
 
@@ -151,7 +152,7 @@ def test_blocks_of_a_sharded_model_are_compiled_repeatably_where_asked(
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda function, **how: asked.append(how) or function)
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
-    compile_blocks(blocks, "default", fixed=fixed)
+    compile_blocks(blocks, CompileOptions(fixed=fixed))
     assert len(asked) == 3
     assert all(("deterministic" in how.get("options", {})) == fixed for how in asked)
 
@@ -185,7 +186,7 @@ def test_repeated_blocks_are_compiled_once_for_all_of_them() -> None:
     expected = model(inputs)
     before, seen = num_graphs(), []
     model.blocks[0].register_forward_hook(lambda *found: seen.append(found))
-    compile_repeated(model, "default")
+    compile_repeated(model, CompileOptions())
     assert torch.allclose(model(inputs), expected, rtol=1e-12)
     assert num_graphs() == before + 2, "the first has an input that needs no gradient; the others share one"
     assert len(seen) == 1
@@ -210,7 +211,7 @@ def test_blocks_of_many_widths_are_all_compiled() -> None:
 
     torch.compiler.reset()
     model, before = nn.Sequential(*(Wider(width) for width in range(2, 7))), num_graphs()
-    compile_repeated(model, "default")
+    compile_repeated(model, CompileOptions())
     model(torch.randn(3, 2)).sum().backward()
     with torch.no_grad():
         model(torch.randn(3, 2))
@@ -228,9 +229,9 @@ def test_the_rest_is_compiled_around_compiled_blocks() -> None:
         torch.compiler.reset()
         model = Stack(num_blocks).double()
         expected = loss(model, inputs)
-        compile_repeated(model, "default")
+        compile_repeated(model, CompileOptions())
         graphs, calls = num_graphs(), torch._dynamo.utils.counters["stats"]["calls_captured"]
-        assert torch.allclose(compiled(loss, "default")(model, inputs), expected, rtol=1e-12)
+        assert torch.allclose(compiled(loss, CompileOptions())(model, inputs), expected, rtol=1e-12)
         assert num_graphs() > graphs + 2, "those of the blocks, and what is around"
         work.append(torch._dynamo.utils.counters["stats"]["calls_captured"] - calls)
     assert work[0] == work[1], "twice as many blocks are no more work for the compiler"
@@ -276,7 +277,7 @@ def test_a_copy_of_compiled_blocks_computes_with_its_own_weights() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     model, inputs = Stack(2), torch.randn(3, 4)
-    compile_repeated(model, "default")
+    compile_repeated(model, CompileOptions())
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in copied.parameters():
@@ -290,7 +291,7 @@ def test_sizes_that_vary_are_compiled_for_once() -> None:
     torch.compiler.reset()
     model = Stack(3)
     before = num_graphs()
-    compile_repeated(model, "default", varying_dims=(0,))
+    compile_repeated(model, CompileOptions(), varying_dims=(0,))
     for size in (3, 5, 7):
         model(torch.randn(size, 4))
     assert num_graphs() == before + 2

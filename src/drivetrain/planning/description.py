@@ -57,10 +57,13 @@ def described(
     data: Choice[DataPath] | None = None,
     *,
     is_closed: bool = False,
+    notes: tuple[str, ...] = (),
+    seconds: float = 0.0,
 ) -> Plan:
     """Return the plan of a run in words, each choice with its reason.
 
-    `is_closed`: though nothing was measured now, it is known that nothing else would pay.
+    `is_closed`: though nothing was measured now, it is known that nothing else would pay. `seconds`: what measuring
+    took.
     """
     job, facts = run.job, facts_of(run, model, planned)
     outcome = PlanningOutcome(
@@ -91,7 +94,8 @@ def described(
         forecast=_forecast(run, model, planned, tuned),
         tried=tuned.tried if tuned else (),
         measured=tuned is not None,
-        notes=() if tuned else (why,),
+        notes=notes if tuned else (why,),
+        seconds=seconds,
         loss=_loss(run),
         repeatable=planned.repeatability,
         settled={each.setting: why for each in REMEDIES} if is_closed else settled_choices(outcome, workers),

@@ -189,13 +189,11 @@ def _planned(run: Session, model: nn.Module, checkpoint: Checkpoint | None, on_p
     if why_not:
         planned = replace(planned, repeatability=Repeatability(reason=f"not measured: {why_not}"))
         is_closed = run.config.plan.file is not None or _has_few_steps(run, steps_done)
-        planned = _compiled_later(run, planned)
-        return replace(planned, plan=described(run, model, planned, None, why=why_not, is_closed=is_closed))
+        return _compiled_later(run, model, planned, None, why=why_not, is_closed=is_closed)
     try:
         return measured(run, model, planned, steps_done, on_probe, is_short_of_time=True)
     except NotMeasuredError as error:  # if the job itself is at fault, its first step shows where
-        planned = _compiled_later(run, planned)
-        return replace(planned, plan=described(run, model, planned, None, why=f"by rule: {error.message}"))
+        return _compiled_later(run, model, planned, None, why=f"by rule: {error.message}")
 
 
 def _resumed(run: Session, model: nn.Module, checkpoint: Checkpoint, way: StepWay) -> PlannedRun:
@@ -209,16 +207,21 @@ def _resumed(run: Session, model: nn.Module, checkpoint: Checkpoint, way: StepWa
     return replace(planned, plan=described(run, model, planned, None, why=why, is_closed=True))
 
 
-def _compiled_later(run: Session, planned: PlannedRun) -> PlannedRun:
-    """Return the same with what is asked for once steps are compiled in the background; planning ran eager steps."""
+def _compiled_later(
+    run: Session, model: nn.Module, planned: PlannedRun, tuned: Tuned | None, **shown: Any
+) -> PlannedRun:
+    """Return what was planned with its plan, and with what is asked for once steps are compiled in the background.
+
+    Planning ran eager steps then.
+    """
     asked = run.planned.way
-    if asked.compiled_from == 0:
-        return planned
-    later = {name: getattr(asked, name) for name in ("compile_mode", "compile_scope", "compiled_from")}
-    path = getattr(run, "path", None)  # without one, nothing is trained
-    if asked.compiled_from is None and path is not None:
-        later["compiled_from"] = read_switch(path)  # by an earlier start that left no checkpoint
-    return planned.but(capture=False, **later)
+    if asked.compiled_from != 0:
+        later = {name: getattr(asked, name) for name in ("compile_mode", "compile_scope", "compiled_from")}
+        path = getattr(run, "path", None)  # without one, nothing is trained
+        if asked.compiled_from is None and path is not None:
+            later["compiled_from"] = read_switch(path)  # by an earlier start that left no checkpoint
+        planned = planned.but(capture=False, **later)
+    return replace(planned, plan=described(run, model, planned, tuned, **shown))
 
 
 def _with_division_kept(run: Session, checkpoint: Checkpoint, planned: PlannedRun) -> PlannedRun:
@@ -325,9 +328,7 @@ def measured(
     planned = replace(
         planned, way=way, repeatability=repeatability, data_path=planned.data_path if data is None else data.value
     )
-    planned = _compiled_later(run, planned)
-    plan = described(run, model, planned, tuned, data=data)
-    return replace(planned, plan=plan.model_copy(update={"notes": tuple(notes), "seconds": search.clock()}))
+    return _compiled_later(run, model, planned, tuned, data=data, notes=tuple(notes), seconds=search.clock())
 
 
 class _Search:

@@ -50,7 +50,14 @@ from drivetrain.run.memory import peak_meter
 from drivetrain.run.session import Session, step_numerics
 from drivetrain.strategies import SingleStrategy, StrategyParts, Trial, make_average
 from drivetrain.strategies.base import LossFunction
-from drivetrain.strategies.compiling import compile_repeated, compiled, forget_compiled, num_graphs, varying_dims_of
+from drivetrain.strategies.compiling import (
+    CompileOptions,
+    compile_repeated,
+    compiled,
+    forget_compiled,
+    num_graphs,
+    varying_dims_of,
+)
 from drivetrain.strategies.layers import recompute, repeated_blocks, split_recurrent_dropout, use_fp8
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import put_rates_on_device
@@ -233,9 +240,7 @@ class StepProbe:
         job = self._job
 
         def called(loss: LossFunction) -> LossFunction | None:
-            if not way.compiles_loss:
-                return None
-            return compiled(loss, way.compile_mode or "default", fixed=way.repeat != "off")
+            return compiled(loss, CompileOptions.of(way)) if way.compiles_loss else None
 
         def own(turn: Turn) -> OwnLoss:
             alone = LossParts(None, None, self._alone, alone=True)
@@ -265,8 +270,7 @@ class StepProbe:
         if way.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if way.compiles_blocks:
-            dims = varying_dims_of(self._job.loss_function)
-            compile_repeated(model, way.compile_mode or "default", dims, fixed=way.repeat != "off")
+            compile_repeated(model, CompileOptions.of(way), varying_dims_of(self._job.loss_function))
         if way.splits_recurrent_dropout:
             split_recurrent_dropout(model)
         if way.recompute:

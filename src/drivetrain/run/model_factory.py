@@ -39,8 +39,8 @@ from drivetrain.run.session import Session
 from drivetrain.strategies import ShardOptions, SharedExperts
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import (
+    CompileOptions,
     compile_named,
-    compile_options,
     compile_repeated,
     compiled,
     forget_compiled,
@@ -173,21 +173,20 @@ def prepare_model(run: Session, model: nn.Module) -> Prepared:
 def _compile_parts(run: Session, model: nn.Module) -> None:
     """Compile what is compiled of the model by itself, without the loss function: named modules or blocks."""
     forget_compiled(model)
-    mode, fixed = run.way.compile_mode, run.way.repeat != "off"
-    if mode is None:
+    if run.way.compile_mode is None:
         return
+    options = CompileOptions.of(run.way)
     if run.config.compile.only:
-        compile_named(model, run.config.compile.only, mode, fixed=fixed, draws_as_eager=run.way.draws_as_eager)
+        compile_named(model, run.config.compile.only, options)
     elif run.shards:
-        compile_blocks(model, mode, shares_experts=run.experts is not None, fixed=fixed)
+        compile_blocks(model, options, shares_experts=run.experts is not None)
     elif run.way.compiles_blocks:
         if not repeated_blocks(model):
             raise DrivetrainError(
                 f"--compile-scope {run.way.compile_scope}: no repeated blocks were found in the model",
                 remedy="keep them in an nn.ModuleList or nn.Sequential, or use --compile-scope loss",
             )
-        dims = varying_dims_of(run.job.loss_function)
-        compile_repeated(model, mode, dims, fixed=fixed, draws_as_eager=run.way.draws_as_eager)
+        compile_repeated(model, options, varying_dims_of(run.job.loss_function))
 
 
 def callable_model(run: Session) -> Prepared:
@@ -197,19 +196,14 @@ def callable_model(run: Session) -> Prepared:
         model = model.to(run.world.device)
     if run.way.compile_mode is None or not run.way.compiles_loss or run.shards:
         return Prepared(model, optimizer)
-    how = compile_options(run.way.compile_mode, fixed=run.way.repeat != "off")
-    return Prepared(model, optimizer, torch.compile(model, **how))
+    return Prepared(model, optimizer, torch.compile(model, **CompileOptions.of(run.way).arguments()))
 
 
 def called_loss_of(run: Session) -> LossFunction | None:
     """Return what is called in place of the loss function where it is compiled, with all or the rest of the model."""
     # Of a sharded model, blocks are compiled.
     is_whole = run.way.compiles_loss and not run.shards and not run.config.compile.only
-    if not is_whole:
-        return None
-    way = run.way
-    mode, fixed = way.compile_mode or "default", way.repeat != "off"
-    return compiled(run.job.loss_function, mode, fixed=fixed, draws_as_eager=way.draws_as_eager)
+    return compiled(run.job.loss_function, CompileOptions.of(run.way)) if is_whole else None
 
 
 def couples_samples(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -22,12 +23,44 @@ from drivetrain.core.launchers import supervision
 from drivetrain.core.metrics import logging_loss
 from drivetrain.data.batch import leaves, map_tensors
 from drivetrain.moe import MixtureOfExperts
+from drivetrain.plan.knobs import StepWay
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.layers import repeated_blocks
 
 _compiling: list[AbstractContextManager[None]] = []  # the phase of the supervision while something is compiled
 GRAPHS_PER_MODULE = 4  # at most: two dtypes of the input, for training and for validation
 EXPERTS = "experts"  # of a mixture: its layer is compiled, since the experts' products are grouped there
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How code is compiled.
+
+    Attributes:
+        mode: one of `torch.compile`.
+        fixed: no kernel whose choice changes results is chosen by timing.
+        draws_as_eager: dropout and the like draw the random numbers that they draw in eager steps.
+    """
+
+    mode: str = "default"
+    fixed: bool = False
+    draws_as_eager: bool = False
+
+    @classmethod
+    def of(cls, way: StepWay) -> "CompileOptions":
+        return cls(way.compile_mode or cls.mode, way.repeat != "off", way.draws_as_eager)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `torch.compile`. A mode is a set of options, and torch takes one or the other."""
+        if not self.fixed and not self.draws_as_eager:
+            return {"mode": self.mode}
+        of_mode = torch._inductor.list_mode_options(self.mode) if self.mode != "default" else {}
+        if not self.fixed:
+            return {"options": {**of_mode, "fallback_random": True}}
+        # With deterministic algorithms on, the generator that inductor puts into compiled dropout draws other numbers
+        # in each call, whatever the seed (torch 2.11): torch's own is called instead, which draws what an eager step
+        # draws.
+        return {"options": {**of_mode, "deterministic": True, "fallback_random": True}}
 
 
 def why_not_compiled(device: torch.device) -> str:
@@ -68,39 +101,21 @@ def _end_compiling(_: Any = None) -> None:
         _compiling.pop().__exit__(None, None, None)
 
 
-def compile_named(
-    model: nn.Module, names: Sequence[str], mode: str, *, fixed: bool = False, draws_as_eager: bool = False
-) -> None:
+def compile_named(model: nn.Module, names: Sequence[str], options: CompileOptions) -> None:
     """Compile the forward of the modules with these names, in place."""
-    modules = [module for name in names for module in modules_named(model, name)]
-    compile_each(modules, mode, fixed=fixed, draws_as_eager=draws_as_eager)
+    compile_each([module for name in names for module in modules_named(model, name)], options)
 
 
-def compile_repeated(
-    model: nn.Module,
-    mode: str,
-    varying_dims: Sequence[int] = (),
-    *,
-    fixed: bool = False,
-    draws_as_eager: bool = False,
-) -> None:
+def compile_repeated(model: nn.Module, options: CompileOptions, varying_dims: Sequence[int] = ()) -> None:
     """Compile the forward of each repeated block, in place.
 
     Of a loss function that says which dimensions of its batches vary (`varying_dims`), the same dimensions of what a
     block is given are taken to vary.
     """
-    blocks = list(repeated_blocks(model).values())
-    compile_each(blocks, mode, varying_dims, fixed=fixed, draws_as_eager=draws_as_eager)
+    compile_each(list(repeated_blocks(model).values()), options, varying_dims)
 
 
-def compile_each(
-    modules: Sequence[nn.Module],
-    mode: str,
-    varying_dims: Sequence[int] = (),
-    *,
-    fixed: bool = False,
-    draws_as_eager: bool = False,
-) -> None:
+def compile_each(modules: Sequence[nn.Module], options: CompileOptions, varying_dims: Sequence[int] = ()) -> None:
     """Compile the forward of each module by itself, in place. Its hooks run outside of what is compiled.
 
     Modules of one class share their code, of which the compiler makes a graph for each kind: another width, another
@@ -109,8 +124,7 @@ def compile_each(
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, GRAPHS_PER_MODULE * len(modules))
     for module in modules:
-        options = compile_options(mode, fixed=fixed, draws_as_eager=draws_as_eager)
-        module.forward = _CompiledForward(module, options, tuple(varying_dims))
+        module.forward = _CompiledForward(module, options.arguments(), tuple(varying_dims))
 
 
 def forget_compiled(model: nn.Module) -> None:
@@ -180,15 +194,13 @@ def num_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def compiled(loss: LossFunction, mode: str, *, fixed: bool = False, draws_as_eager: bool = False) -> LossFunction:
+def compiled(loss: LossFunction, options: CompileOptions) -> LossFunction:
     """Compile the loss function, with what it logs as an output.
 
-    With `fixed`, no kernel whose choice changes results is chosen by timing. With `draws_as_eager`, dropout and the
-    like draw the random numbers that they draw in eager steps. A loss function that says which dimensions
-    of its batches vary (`varying_dims`) is compiled once for all sizes, instead of once for the first size and once
-    more for all when the second comes.
+    A loss function that says which dimensions of its batches vary (`varying_dims`) is compiled once for all sizes,
+    instead of once for the first size and once more for all when the second comes.
     """
-    called = torch.compile(logging_loss(loss), **compile_options(mode, fixed=fixed, draws_as_eager=draws_as_eager))
+    called = torch.compile(logging_loss(loss), **options.arguments())
     varying = varying_dims_of(loss)
     if not varying:
         return called
@@ -208,15 +220,3 @@ def varying_dims_of(loss: LossFunction) -> tuple[int, ...]:
 def _of_any_size(dims: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
     torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim in dims if dim < tensor.dim()])
     return tensor
-
-
-def compile_options(mode: str, *, fixed: bool, draws_as_eager: bool = False) -> dict[str, Any]:
-    """Return the arguments of `torch.compile`. A mode is a set of options, and torch takes either a mode or options."""
-    if not fixed and not draws_as_eager:
-        return {"mode": mode}
-    of_mode = torch._inductor.list_mode_options(mode) if mode != "default" else {}
-    if not fixed:
-        return {"options": {**of_mode, "fallback_random": True}}
-    # With deterministic algorithms on, the generator that inductor puts into compiled dropout draws other numbers in
-    # each call, whatever the seed (torch 2.11): torch's own is called instead, which draws what an eager step draws.
-    return {"options": {**of_mode, "deterministic": True, "fallback_random": True}}

@@ -29,7 +29,7 @@ from drivetrain.core.value import format_bytes
 from drivetrain.core.world import World
 from drivetrain.moe.mixture import mixtures_in
 from drivetrain.plan.fitting import Held, forecast_held, without_memory
-from drivetrain.strategies.compiling import compile_each
+from drivetrain.strategies.compiling import CompileOptions, compile_each
 from drivetrain.strategies.layers import repeated_blocks
 from drivetrain.strategies.shared_experts import SharedExperts
 
@@ -257,14 +257,11 @@ def _holds_loose_tensors(model: nn.Module) -> bool:
     )
 
 
-def compile_blocks(model: nn.Module, mode: str, *, shares_experts: bool = False, fixed: bool = False) -> None:
-    """Compile what each unit computes. Gathering stays outside: compiled with it, nothing might be compiled at all.
-
-    With `fixed`, no kernel whose choice changes results is chosen by timing.
-    """
+def compile_blocks(model: nn.Module, options: CompileOptions, *, shares_experts: bool = False) -> None:
+    """Compile what each unit computes. Gathering stays outside: compiled with it, nothing might be compiled at all."""
     layout = layout_of(model, shares_experts=shares_experts)
     blocks = [module for unit in layout.units if unit.name != ROOT for module in unit.modules]
-    compile_each(blocks or [model], mode, fixed=fixed)
+    compile_each(blocks or [model], options)
 
 
 def shard(
