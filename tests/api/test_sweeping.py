@@ -272,17 +272,28 @@ def test_a_sweep_that_is_ended_with_its_processes_goes_on(
 
 
 def test_sigterm_ends_a_sweep_as_ctrl_c_does() -> None:
-    """It comes to one process, and those that train hear of it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the child, too, which waits for it
+    """It comes to one process, and those that train hear of it, but no process that was there before."""
+    context = multiprocessing.get_context("fork")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the children, too, which wait for it
     try:
-        child = multiprocessing.get_context("fork").Process(target=signal.sigwait, args=({signal.SIGINT},))
-        child.start()
-        with pytest.raises(KeyboardInterrupt), sweeping._ended_as_by_ctrl_c():
-            os.kill(os.getpid(), signal.SIGTERM)
+        other, child = (context.Process(target=signal.sigwait, args=({signal.SIGINT},)) for _ in range(2))
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            _start_and_be_ended(child)
         child.join()
+        other.join(0.2)  # it would end as the other did
+        assert other.is_alive()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        other.kill()
+        other.join()
     assert child.exitcode == 0
+
+
+def _start_and_be_ended(child: multiprocessing.process.BaseProcess) -> None:
+    with sweeping._ended_as_by_ctrl_c():
+        child.start()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_variant_without_a_finite_value_has_failed(tmp_path: Path) -> None:

@@ -543,17 +543,21 @@ _interrupts: list[int] = []  # those that came to this process between its runs
 
 @contextmanager
 def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """Take SIGTERM, which a scheduler sends to the first process alone, as Ctrl-C, which all processes get."""
+    """Take SIGTERM, which a scheduler sends to the first process alone, as Ctrl-C, which all processes get.
+
+    Processes that a script had before its sweep are its own, and not signaled.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, frame: FrameType | None) -> None:
         for child in active_children():
-            if child.pid is not None:
+            if child.pid is not None and child.pid not in others:
                 os.kill(child.pid, SIGINT)
         raise KeyboardInterrupt
 
+    others = {child.pid for child in active_children()}
     before = signal(SIGTERM, end)
     try:
         yield
