@@ -436,17 +436,15 @@ sys.exit(main(["train", "script.py"]))
 """
 
 
-@pytest.mark.parametrize("given", [None, "10"])
-def test_torch_is_loaded_with_memory_that_is_kept(tmp_path: Path, given: str | None) -> None:
-    """Torch for Arm reads it when it is loaded, and never again. What a user has set stays.
+def test_torch_is_loaded_with_memory_that_is_kept(tmp_path: Path) -> None:
+    """Torch for Arm reads it when it is loaded, and never again.
 
     No garbage is collected while the most is loaded, which would take 0.3 s; it is in the user's script.
     """
     (tmp_path / "script.py").write_text("import gc, torch, sys; sys.exit(7 if gc.isenabled() else 8)")
     environ = {name: value for name, value in os.environ.items() if name != "MIMALLOC_PURGE_DELAY"}
-    environ |= {} if given is None else {"MIMALLOC_PURGE_DELAY": given}
     call = [sys.executable, "-c", _WATCHED]
     done = subprocess.run(call, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environ, check=False)
     assert done.returncode == 7, done.stderr
     compiler = "its compiler is loaded, and garbage collected: False"
-    assert set(done.stdout.splitlines()) == {f"torch is loaded with {given or 1000}", compiler}
+    assert set(done.stdout.splitlines()) == {"torch is loaded with 1000", compiler}

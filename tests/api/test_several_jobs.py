@@ -1,8 +1,6 @@
 """Scripts that train several jobs in turn: after an interruption, those that are finished are not trained again."""
 
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from torch import nn
 import drivetrain as dt
 from drivetrain.api.training import configured
 from drivetrain.run import session
+from tests import warm_python
 
 
 class PlantedError(Exception):
@@ -144,8 +143,6 @@ for name in ("first", "second", "third"):
 
 def test_a_script_that_is_killed_between_two_jobs_trains_none_again(tmp_path: Path) -> None:
     (tmp_path / "jobs.py").write_text(KILLED)
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     for code, names, words in (
         (-signal.SIGKILL, ["first"], []),
         (-signal.SIGKILL, ["first", "second"], ["first is finished, and this script was killed before its end: "]),
@@ -158,9 +155,7 @@ def test_a_script_that_is_killed_between_two_jobs_trains_none_again(tmp_path: Pa
             ],
         ),
     ):
-        done = subprocess.run(
-            [sys.executable, "jobs.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+        done = warm_python.run(["jobs.py"], cwd=tmp_path)
         assert done.returncode == code, done.stderr
         assert names_in(tmp_path / "runs") == names
         assert done.stderr.count("is not trained again") + done.stdout.count("is not trained again") == len(words)

@@ -21,6 +21,7 @@ from drivetrain.api import sweeping
 from drivetrain.cli import main
 from drivetrain.core.run_folder import read_rows
 from drivetrain.run.claiming import fork_run
+from tests import warm_python
 
 QUIET = dt.configure(report=False, auto_optimize=False, monitor_gpu=False)
 STEPS = 24
@@ -246,7 +247,7 @@ def test_a_sweep_that_is_ended_with_its_processes_goes_on(
 ) -> None:
     """All of it gets the signal: in the middle of runs if killed, else while its processes are being started."""
     monkeypatch.setenv("SLOW_SWEEP", "1")
-    process = multiprocessing.get_context("spawn").Process(target=_sweep_until_killed, args=(tmp_path,))
+    process = warm_python.warm_context.Process(target=_sweep_until_killed, args=(tmp_path,))
     process.start()
     needed = 2 if number == signal.SIGKILL else 0
     while len([path for path in tmp_path.glob("sweep/*/steps.jsonl") if path.stat().st_size > 300]) < needed or not (

@@ -45,6 +45,7 @@ def switches_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(rivals, "the_device", lambda: torch.device("cpu"))  # samples are counted in Python
     threads = torch.get_num_threads()
     yield
+    monkeypatch.setattr("gc.collect", lambda: None)  # what packages of the competitors import is no garbage
     as_torch_starts()
     torch.set_num_threads(threads)
 

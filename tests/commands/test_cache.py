@@ -15,6 +15,10 @@ from tests import warm_python
 COMPILING = """
 import json, torch
 from torch._dynamo.utils import counters
+from torch._inductor import config
+
+# In an empty cache, the compiler would try what the CPU can do and compile headers first: 8 s.
+config.cpp.vec_isa_ok, config.cpp_cache_precompile_headers = True, False
 
 def loss(weight, inputs):
     return (inputs @ weight).relu().square().sum()

@@ -178,7 +178,7 @@ def test_positions_outside_an_epoch_are_refused() -> None:
 @pytest.mark.parametrize("size", [24, 100, pytest.param(257, marks=pytest.mark.soak)])
 def test_every_sample_lands_everywhere_equally_often(size: int) -> None:
     """Chi-squared over (position, sample) cells: within five standard deviations of a fair shuffle's."""
-    rounds = 2000
+    rounds = 1000
     counts = np.zeros((size, size))
     for epoch in range(rounds):
         counts[np.arange(size), SampleStream(size, 11).samples(epoch, 0, size)] += 1

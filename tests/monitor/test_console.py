@@ -373,7 +373,7 @@ def test_the_last_epoch_stands_above_the_summary(tmp_path: Path, capsys: Any) ->
     """Lines that were left out are shown with the steps: not below the verdict, the test or the last words."""
 
     def stop(context: dt.StepContext) -> None:
-        if context.step == 1001:
+        if context.step == 301:
             request_stop()
 
     variant = Variant(steps=4000, global_batch=8, num_samples=16)
