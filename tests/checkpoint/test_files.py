@@ -37,7 +37,7 @@ def by_definition(content: bytes) -> str:
     ids=["none", "small", "one", "across", "exact", "many"],
 )
 def test_whatever_the_pieces_a_file_has_all_bytes_and_its_hash(tmp_path: Path, sizes: list[int]) -> None:
-    pool = os.urandom(6 * PIECE_BYTES)
+    pool = os.urandom(max(sizes, default=0) + len(sizes))
     chunks: list[bytes | memoryview] = [memoryview(pool)[number : number + size] for number, size in enumerate(sizes)]
     content = b"".join(chunks)
     written = Files().write_file(tmp_path / "file", iter(chunks))
