@@ -85,9 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     by_file = cpu_seconds.by_file(seconds)
     items.sort(key=lambda item: -by_file[item.nodeid.partition("::")[0]])
     if config.getoption("--quick"):
-        long = [item for item in items if cpu_seconds.function_of(item.nodeid) in seconds]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if cpu_seconds.function_of(item.nodeid) not in seconds]
+        long = cpu_seconds.that_take_long(items)
+        config.hook.pytest_deselected(items=list(long))
+        items[:] = [item for item in items if item not in long]
     for item in items:
         if PROFILE == "soak" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.soak)

@@ -7,7 +7,7 @@ same on a busy machine.
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,24 @@ def by_file(seconds: dict[str, float]) -> dict[str, float]:
     for name, value in seconds.items():
         found[name.partition("::")[0]] += value
     return found
+
+
+def that_take_long(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return those that take long, and those that share a fixture of their file with them."""
+    seconds, items = known(), list(items)
+    long = {item for item in items if function_of(item.nodeid) in seconds}
+    shared = {fixture for item in long for fixture in _shared_fixtures(item)}
+    return long | {item for item in items if shared & _shared_fixtures(item)}
+
+
+def _shared_fixtures(item: pytest.Item) -> set[tuple[str, str]]:
+    """Return the fixtures that tests of a file share: the file and the name of each."""
+    file = item.nodeid.partition("::")[0]
+    found = getattr(item, "_fixtureinfo", None)
+    defined = {} if found is None else found.name2fixturedefs
+    return {
+        (file, name) for name, those in defined.items() if those[-1].baseid == file and those[-1].scope != "function"
+    }
 
 
 def process_tree_seconds() -> float:

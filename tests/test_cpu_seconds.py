@@ -3,7 +3,10 @@
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -37,3 +40,27 @@ def test_the_server_of_warm_processes_is_there_before_anything_is_counted(monkey
     monkeypatch.setattr(cpu_seconds, "process_tree_seconds", lambda: done.append("count") or 0.0)
     cpu_seconds.Measuring().pytest_collection_finish()
     assert done == ["count", "server", "count"]
+
+
+def test_tests_that_share_what_takes_long_to_make_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def item(name: str, **scopes: str) -> Any:
+        fixtures = {
+            fixture: [SimpleNamespace(baseid="" if fixture == "pool" else "test_page.py", scope=scope)]
+            for fixture, scope in scopes.items()
+        }
+        return cast(Any, Item(f"test_page.py::{name}", SimpleNamespace(name2fixturedefs=fixtures)))
+
+    monkeypatch.setattr(cpu_seconds, "known", lambda: {"test_page.py::test_first": 3.0})
+    items = [
+        item("test_first", site="module", own="function", pool="module"),
+        item("test_second[a]", site="module"),
+        item("test_alone", own="function"),
+        item("test_of_the_pool", pool="module"),
+    ]
+    assert cpu_seconds.that_take_long(items) == set(items[:2])
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    nodeid: str
+    _fixtureinfo: Any
