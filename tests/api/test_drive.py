@@ -507,6 +507,27 @@ def backward_of_sum(going: Drive, batch: Any) -> None:
     going.backward(dt.LossSum(loss_of(going, batch) * len(batch[1]), len(batch[1])))
 
 
+def own_backward(going: Drive, batch: Any) -> None:
+    loss_of(going, batch).backward()
+
+
+def two_backwards(going: Drive, batch: Any) -> None:
+    """As in many loops of two losses: cleared, and then one backward for each."""
+    if not going._micro or not going._micro.number:
+        going._optimizer.zero_grad()
+    own_backward(going, batch)
+
+
+def both_backwards(going: Drive, batch: Any) -> None:
+    loss = loss_of(going, batch)
+    loss.backward()
+    going.backward(loss)
+
+
+def clear_to_zero(going: Drive, batch: Any) -> None:
+    going._optimizer.zero_grad(set_to_none=False)
+
+
 def make_scheduler(going: Drive, batch: Any) -> None:
     if not going.steps and not hasattr(going, "scheduler"):
         going.scheduler = torch.optim.lr_scheduler.StepLR(going._optimizer, 1)  # type: ignore[attr-defined]
@@ -530,6 +551,10 @@ WRONG: dict[str, tuple[Callable[[Drive], None], str]] = {
     ),
     "optimizer.step": (body(step=lambda going, batch: going._optimizer.step()), r"optimizer\.step\(\) was called"),
     "zero_grad": (body(first=lambda going, batch: going._optimizer.zero_grad()), "gradients were cleared"),
+    "zero_grad to zeros": (body(first=clear_to_zero), "gradients were cleared"),
+    "a backward of its own": (body(first=own_backward), r"computed gradients before run\.backward\(\)"),
+    "a backward for each loss": (body(first=two_backwards), r"computed gradients before run\.backward\(\)"),
+    "loss.backward, too": (body(backward=both_backwards), r"computed gradients before run\.backward\(\)"),
     "clipping": (body(middle=clip), "has changed gradients before run.step.*depend on the micro-batch"),
     "a gradient left out": (body(middle=leave_out), "has changed gradients before run.step"),
     "clipping a LossSum": (body(backward=backward_of_sum, middle=clip_whole), "divided by the count of the LossSum"),
@@ -538,6 +563,35 @@ WRONG: dict[str, tuple[Callable[[Drive], None], str]] = {
     "another group": (body(last=add_group), "changed the optimizer.s groups: there were 2"),
     "another iteration": (body(first=lambda going, batch: next(iter(going))), "iterated over once"),
 }
+
+
+@pytest.mark.parametrize("name", ["a backward of its own", "a backward for each loss", "loss.backward, too"])
+def test_gradients_of_the_loop_itself_are_refused_in_whole_batches(tmp_path: Path, name: str) -> None:
+    """They were dropped without a word."""
+    going = start(str(tmp_path), Variant(steps=4))
+    with pytest.raises(DrivetrainError, match=WRONG[name][1]):
+        WRONG[name][0](going)
+
+
+def test_gradients_of_inputs_may_be_computed(tmp_path: Path) -> None:
+    """Adversarial examples: the gradients that fall to the weights are cleared, to None or to zeros."""
+    expected = looped(str(tmp_path / "plain"), Variant(steps=4))
+    going = start(str(tmp_path / "cleared"), Variant(steps=4))
+    for number, batch in enumerate(going):
+        (loss_of(going, batch) * 3).backward()
+        going._optimizer.zero_grad(set_to_none=number % 2 == 0)
+        going.backward(loss_of(going, batch))
+        going.step()
+    found = read(going.folder, going.resumed_from)
+    assert expected is not None
+    assert found.losses == expected.losses
+    going = start(str(tmp_path / "inputs"), Variant(steps=4), 8)
+    for batch in going:
+        inputs = batch[0].clone().requires_grad_()
+        torch.autograd.grad(loss_of(going, (inputs, batch[1])), inputs)
+        going.backward(loss_of(going, batch))
+        going.step()
+    assert going.finished
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -1,6 +1,7 @@
 """The parts of a run whose loop is the user's, and its steps with a closure: what `Drive` works with."""
 
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -702,7 +703,7 @@ class LoopWatch:
 
 
 class GradientWatch:
-    """Finds loops that clear or change gradients which are not whole yet, or not yet divided as they will be.
+    """Finds loops that compute gradients themselves, or clear or change those that are not whole or not divided yet.
 
     Args:
         trained: The parameters with gradients; empty where gradients are sharded.
@@ -712,13 +713,33 @@ class GradientWatch:
     def __init__(self, trained: Sequence[Tensor], *, scales_loss: bool) -> None:
         self._trained, self._scales_loss = trained, scales_loss
         self._versions: list[int] | None = None
+        self._before: list[tuple[weakref.ref[Tensor], int] | None] = []  # each gradient when its batch was handed out
+
+    def begin(self) -> None:
+        """Remember the gradients when a batch is handed out."""
+        gradients = (parameter.grad for parameter in self._trained)
+        self._before = [None if it is None else (weakref.ref(it), it._version) for it in gradients]
 
     def check(self, micro: MicroBatch) -> None:
-        """Raise if the gradients of the batches before are gone."""
-        if micro.number and self._trained and all(parameter.grad is None for parameter in self._trained):
+        """Raise if the gradients of the batches before are gone, or others came since the batch was handed out."""
+        gradients = [parameter.grad for parameter in self._trained]
+        others = [
+            it
+            for it, before in zip(gradients, self._before, strict=True)
+            if it is not None and (before is None or before[0]() is not it or before[1] != it._version)
+        ]
+        has_others = any(bool(it.count_nonzero()) for it in map(_values_of, others))
+        if micro.number and gradients and (all(it is None for it in gradients) or (others and not has_others)):
             raise DrivetrainError(
                 "the gradients were cleared between two batches of one step",
                 remedy="leave optimizer.zero_grad() out: gradients are cleared after they were used",
+            )
+        if has_others:  # some would be lost, others count once for each batch
+            raise DrivetrainError(
+                "the loop has computed gradients before run.backward(), by a backward of its own",
+                remedy="call run.backward(loss) in place of loss.backward(), once for each batch: add several losses "
+                "together. For gradients of anything but the weights, torch.autograd.grad(loss, inputs) leaves "
+                "these alone",
             )
 
     def note(self, micro: MicroBatch, loss: Any) -> None:
@@ -742,12 +763,19 @@ class GradientWatch:
         )
 
 
+def _values_of(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
+
+
 def check_closure(session: Session, optimizer: Optimizer, closure: Closure | None, *, is_learned: bool) -> None:
     """Raise where `run.step` got a closure that cannot be used, or lacks one. `is_learned`: after `run.backward`."""
     if closure is None and needs_closure(optimizer):
         raise closure_error(optimizer)
     if closure is None and not is_learned:
-        raise DrivetrainError("run.step() was called before run.backward()", remedy="call run.backward(loss) first")
+        raise DrivetrainError(
+            "run.step() was called before run.backward()",
+            remedy="call run.backward(loss) first, in place of loss.backward()",
+        )
     if closure is None:
         return
     if is_learned:

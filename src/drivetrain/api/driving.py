@@ -350,10 +350,10 @@ class Drive(DrivenProgress):
                 remedy="add losses together and call it once for each batch",
             )
         self._leave_forward()
+        self._gradients.check(micro)
         if isinstance(loss, Tensor | LossSum):
             check_objective(loss.total if isinstance(loss, LossSum) else loss, self._plain, self.turn)
         self._division.judge(micro, loss)
-        self._gradients.check(micro)
         self._stepper.forward_backward(loss, begun.place, micro)
         self._gradients.note(micro, loss)
         self._is_learned = True
@@ -520,6 +520,7 @@ class Drive(DrivenProgress):
             self._logged = {}
             collect_into(self._logged)
             self._enter_forward()
+            self._gradients.begin()
             with self._watch.around_body(place, batch):
                 yield batch
             self._check_body()
