@@ -528,6 +528,24 @@ def clear_to_zero(going: Drive, batch: Any) -> None:
     going._optimizer.zero_grad(set_to_none=False)
 
 
+SCALER = torch.amp.GradScaler("cpu")
+
+
+def scale_loss(going: Drive, batch: Any) -> None:
+    scaler = SCALER
+    going.backward(scaler.scale(loss_of(going, batch)))
+
+
+class WithScaler:
+    """A trainer class that has its scaler as an attribute."""
+
+    def __init__(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def backward(self, going: Drive, batch: Any) -> None:
+        going.backward(self.scaler.scale(loss_of(going, batch)))
+
+
 def make_scheduler(going: Drive, batch: Any) -> None:
     if not going.steps and not hasattr(going, "scheduler"):
         going.scheduler = torch.optim.lr_scheduler.StepLR(going._optimizer, 1)  # type: ignore[attr-defined]
@@ -555,6 +573,8 @@ WRONG: dict[str, tuple[Callable[[Drive], None], str]] = {
     "a backward of its own": (body(first=own_backward), r"computed gradients before run\.backward\(\)"),
     "a backward for each loss": (body(first=two_backwards), r"computed gradients before run\.backward\(\)"),
     "loss.backward, too": (body(backward=both_backwards), r"computed gradients before run\.backward\(\)"),
+    "a GradScaler": (body(backward=scale_loss), "scales its loss with a GradScaler"),
+    "a GradScaler of a trainer": (body(backward=WithScaler().backward), "scales its loss with a GradScaler"),
     "clipping": (body(middle=clip), "has changed gradients before run.step.*depend on the micro-batch"),
     "a gradient left out": (body(middle=leave_out), "has changed gradients before run.step"),
     "clipping a LossSum": (body(backward=backward_of_sum, middle=clip_whole), "divided by the count of the LossSum"),
@@ -590,6 +610,18 @@ def test_gradients_of_inputs_may_be_computed(tmp_path: Path) -> None:
         inputs = batch[0].clone().requires_grad_()
         torch.autograd.grad(loss_of(going, (inputs, batch[1])), inputs)
         going.backward(loss_of(going, batch))
+        going.step()
+    assert going.finished
+
+
+def test_an_unused_scaler_is_no_error(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values: Settings = {"model": model, "optimizer": optimizer, "data": torch.arange(64) % 9}
+    going = start(str(tmp_path), Variant(), 8, **values)
+    for batch in going:
+        going.backward(scaler.scale(going.model(batch).square().mean()))
         going.step()
     assert going.finished
 

@@ -654,6 +654,22 @@ class LoopWatch:
             "steps, and other state can be kept by a hook with state_dict",
         )
 
+    def refuse_scaler(self, loss: Any) -> None:
+        """Raise if the loop scaled its loss for fp16 itself. Called by `run.backward`; looks in the first step."""
+        frame: FrameType | None = sys._getframe(1) if self._num_steps <= 1 else None
+        factors = {it.data_ptr() for it in _factors_of(loss)} if frame is not None else ()
+        while frame is not None and factors:
+            own = getattr(frame.f_locals.get("self"), "__dict__", {})
+            for held in (*frame.f_locals.values(), *own.values(), *frame.f_globals.values()):
+                scale = held._scale if isinstance(held, torch.amp.GradScaler) else None  # made when it scales first
+                if scale is not None and scale.data_ptr() in factors:
+                    raise DrivetrainError(
+                        "the loop scales its loss with a GradScaler, so gradients would be as many times too large",
+                        remedy="leave scale, unscale_, step and update out, and call run.backward(loss) and "
+                        "run.step(); --precision fp16 scales by itself",
+                    )
+            frame = frame.f_back
+
     @contextmanager
     def around_body(self, place: Place, batch: Any) -> Iterator[None]:
         """Look at what the loop does with its batch and with its data set; raise where that has no meaning."""
@@ -761,6 +777,17 @@ class GradientWatch:
             remedy="dt.drive(clip_norm=…) clips them; anything else can be done to whole gradients in "
             "optimizer.register_step_pre_hook",
         )
+
+
+def _factors_of(loss: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a loss was multiplied by last."""
+    for value in loss.values() if isinstance(loss, Mapping) else (loss,):
+        total = value.total if isinstance(value, LossSum) else value
+        node: Any = total.grad_fn if isinstance(total, Tensor) else None
+        for _ in range(4):
+            if isinstance(factor := getattr(node, "_saved_other", None), Tensor):
+                yield factor
+            node = node.next_functions[0][0] if node is not None and node.next_functions else None
 
 
 def _values_of(gradient: Tensor) -> Tensor:

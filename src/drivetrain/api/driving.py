@@ -351,6 +351,7 @@ class Drive(DrivenProgress):
             )
         self._leave_forward()
         self._gradients.check(micro)
+        self._watch.refuse_scaler(loss)
         if isinstance(loss, Tensor | LossSum):
             check_objective(loss.total if isinstance(loss, LossSum) else loss, self._plain, self.turn)
         self._division.judge(micro, loss)
