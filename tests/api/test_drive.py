@@ -56,7 +56,7 @@ def start(
         **(settings or {}),
     })  # fmt: skip
     data = changes.pop("data", job.data)
-    return drive(model, optimizer, data, config=config, quiet=True, **{**values, **changes})
+    return drive(model, optimizer, data, config=config, **{"quiet": True, **values, **changes})
 
 
 def looped(
@@ -546,6 +546,12 @@ class WithScaler:
         going.backward(self.scaler.scale(loss_of(going, batch)))
 
 
+def update_by_hand(going: Drive, batch: Any) -> None:
+    for parameter in going.model.parameters():
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
 def make_scheduler(going: Drive, batch: Any) -> None:
     if not going.steps and not hasattr(going, "scheduler"):
         going.scheduler = torch.optim.lr_scheduler.StepLR(going._optimizer, 1)  # type: ignore[attr-defined]
@@ -575,6 +581,8 @@ WRONG: dict[str, tuple[Callable[[Drive], None], str]] = {
     "loss.backward, too": (body(backward=both_backwards), r"computed gradients before run\.backward\(\)"),
     "a GradScaler": (body(backward=scale_loss), "scales its loss with a GradScaler"),
     "a GradScaler of a trainer": (body(backward=WithScaler().backward), "scales its loss with a GradScaler"),
+    "an update by hand": (body(middle=update_by_hand), "changed weights before the step was over"),
+    "an update by hand after the step": (body(last=update_by_hand), "changed weights before the step was over"),
     "clipping": (body(middle=clip), "has changed gradients before run.step.*depend on the micro-batch"),
     "a gradient left out": (body(middle=leave_out), "has changed gradients before run.step"),
     "clipping a LossSum": (body(backward=backward_of_sum, middle=clip_whole), "divided by the count of the LossSum"),
@@ -614,16 +622,30 @@ def test_gradients_of_inputs_may_be_computed(tmp_path: Path) -> None:
     assert going.finished
 
 
-def test_an_unused_scaler_is_no_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["middle", "last"])
+def test_weights_that_the_loop_changes_itself_are_told_once(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An update by hand that stayed in the script counted in addition to the optimizer's; a clip is not saved."""
+    going = start(str(tmp_path), Variant(steps=4), quiet=False)
+    body(**{name: update_by_hand})(going)
+    assert going.finished
+    assert capsys.readouterr().out.count("changes weights beside the optimizer") == 1
+
+
+def test_an_unused_scaler_and_weights_that_a_forward_changes_are_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1)).double()
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Linear(4, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    values: Settings = {"model": model, "optimizer": optimizer, "data": torch.arange(64) % 9}
+    values: Settings = {"model": model, "optimizer": optimizer, "data": torch.arange(64) % 9, "quiet": False}
     going = start(str(tmp_path), Variant(), 8, **values)
     for batch in going:
         going.backward(scaler.scale(going.model(batch).square().mean()))
         going.step()
     assert going.finished
+    assert "beside the optimizer" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -779,6 +779,53 @@ class GradientWatch:
         )
 
 
+class WeightWatch:
+    """Finds loops that change weights beside the optimizer, in their first steps.
+
+    In the middle of a step, the batches that follow would have gradients of other weights. After it, they are changed
+    when its checkpoint is written already, and an update by hand that stayed in a script counts in addition. What a
+    forward pass changes is left alone.
+
+    Args:
+        trained: The parameters with gradients; empty where they are sharded. Some small ones are looked at.
+        say: Prints a line.
+    """
+
+    _MOST, _LARGEST = 16, 4096
+
+    def __init__(self, trained: Sequence[Tensor], say: Callable[[str], None]) -> None:
+        self._watched = [it for it in trained if it.numel() <= self._LARGEST][: self._MOST]
+        self._say, self._copies = say, list[Tensor]()
+        self._num_left = COUNTED_STEPS  # steps that are looked at
+
+    def note(self) -> None:
+        """Remember the weights where the loop gets control: after a backward, and after a step."""
+        self._copies = [it.detach().clone() for it in self._watched] if self._num_left else []
+
+    def check(self, micro: MicroBatch) -> None:
+        """Raise or say that the loop has changed weights since `note`."""
+        copies, self._copies = self._copies, []
+        if all(torch.equal(it.detach(), copy) for it, copy in zip(self._watched, copies, strict=False)):
+            return
+        remedy = (
+            "leave an update by hand out: run.step() has the optimizer do it, and p.data.add_(p.grad, alpha=-lr) is "
+            "torch.optim.SGD. Anything else, such as clipping weights, belongs into a hook, dt.every(1, …), which runs "
+            "before a checkpoint is written"
+        )
+        if not micro.is_last:
+            raise DrivetrainError(
+                "the loop has changed weights before the step was over, whose other batches would have gradients of "
+                "other weights",
+                remedy=remedy,
+            )
+        self._num_left = 0
+        self._say(f"  loop       it changes weights beside the optimizer. If that is not meant: {remedy}")
+
+    def end(self, micro: MicroBatch) -> None:
+        """Count a step, once its last batch is over."""
+        self._num_left = max(0, self._num_left - micro.is_last)
+
+
 def _factors_of(loss: Any) -> Iterator[Tensor]:
     """Yield the tensors that a loss was multiplied by last."""
     for value in loss.values() if isinstance(loss, Mapping) else (loss,):

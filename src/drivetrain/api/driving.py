@@ -23,6 +23,7 @@ from drivetrain.api.driven_run import (
     DrivenRun,
     GradientWatch,
     LoopWatch,
+    WeightWatch,
     as_computed,
     check_closure,
     refuse_closure,
@@ -282,6 +283,7 @@ class Drive(DrivenProgress):
         self._plain, self._optimizer = parts.model, parts.optimizer
         trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
         self._gradients = GradientWatch(trained, scales_loss=session.precision.scales_loss)
+        self._weights = WeightWatch(trained, driven.recorder.say)
         is_called = driven.called_model is None
         self._division = DivisionWatch(session, parts.model, driven.recorder.say, is_called=is_called)
         self._watch = LoopWatch(self, driven, has_turns=self._turns is not None)
@@ -357,6 +359,7 @@ class Drive(DrivenProgress):
         self._division.judge(micro, loss)
         self._stepper.forward_backward(loss, begun.place, micro)
         self._gradients.note(micro, loss)
+        self._weights.note()
         self._is_learned = True
 
     def log(self, name: str, value: LoggedValue) -> None:
@@ -395,6 +398,7 @@ class Drive(DrivenProgress):
             )
         check_closure(self._session, self._optimizer, closure, is_learned=self._is_learned)
         self._gradients.check_changed(micro)
+        self._weights.check(micro)
         self._is_stepped = True
         collect_into(None)
         if closure is not None:
@@ -415,6 +419,7 @@ class Drive(DrivenProgress):
             outcome = self._driven.step(stepped)
             self._is_stepping = False
             self._driven.settle(begun, outcome)
+        self._weights.note()
 
     def _stepped_with(self, closure: Closure, begun: Begun) -> StepOutcome:
         kept, self._kept = self._kept, []
@@ -525,6 +530,8 @@ class Drive(DrivenProgress):
             with self._watch.around_body(place, batch):
                 yield batch
             self._check_body()
+            self._weights.check(micro)
+            self._weights.end(micro)
 
     def _check_body(self) -> None:
         if not self._is_learned or not self._is_stepped:
