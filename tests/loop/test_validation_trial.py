@@ -3,6 +3,7 @@
 import math
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,23 @@ def test_a_metric_that_is_no_mean_is_told(tmp_path: Path, capsys: pytest.Capture
     told = [line for line in capsys.readouterr().err.splitlines() if "is no mean over samples" in line]
     assert len(told) == 1
     assert "the metric 'root'" in told[0]
+
+
+def top(output: Tensor, batch: Any) -> Tensor:
+    """The accuracy in percent, in a tensor of one entry, as many scripts compute it."""
+    return (output.argmax(1) == batch[1]).float().sum(0, keepdim=True).mul_(100 / len(batch[1]))
+
+
+def test_a_metric_with_one_entry_for_each_batch_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its entries count alike: a mean over batches of 4, 4 and 2 samples, which was reported without a word."""
+    job = job_of(model=smooth, valid_batch=4, metrics={"accuracy": correct, "top": top})
+    train(tmp_path / "entry", job)
+    told = [line for line in capsys.readouterr().err.splitlines() if "one entry for a batch of 4 samples" in line]
+    assert len(told) == 1
+    assert "the metric 'top'" in told[0]
+    found = train(tmp_path / "scalar", replace(job, metrics={"accuracy": correct, "top": lambda *it: top(*it)[0]}))
+    assert found.metrics["valid_top"] == pytest.approx(100 * found.metrics["valid_accuracy"])
+    assert "one entry" not in capsys.readouterr().err
 
 
 class Ranked:

@@ -97,7 +97,7 @@ class Validator:
         self._progress, self._buffers = progress, _BufferWatch(world)
         self._num_samples = 0  # of the newest batch
         self._has_told = False  # of what the loss changes
-        self._scalars: dict[str, Tensor] = {}  # what metrics that return a scalar returned for the newest batch
+        self._scalars: dict[str, Tensor] = {}  # what metrics returned for the newest batch that return one number
         self._computes_gradients = False  # whether the loss does, and so is measured with gradients on
         self._may_halve, self._eager = may_halve, eager
         self._prefix, self._on_device, self._compiled_loss = prefix, on_device, compiled_loss
@@ -171,7 +171,16 @@ class Validator:
 
     def _tell_of_no_means(self, micro: MicroBatch) -> None:
         """Say which metrics are no mean over samples, after a trial: a mean over batches is not their value."""
-        names = [name for name, value in self._scalars.items() if not self._is_mean(name, value, micro)]
+        single = [name for name, value in self._scalars.items() if value.dim() and micro.num_samples > 1]
+        single = [name for name in single if [it.numel() for it in self._of_parts(name, micro)[1]] == [1, 1]]
+        if single and self._world.is_main:
+            notice(
+                f"the metric {single[0]!r} returns one entry for a batch of {micro.num_samples} samples, and entries "
+                "count alike: a validation reports their mean over batches, which depends on the size of the batches. "
+                "A scalar is a mean over the samples of its batch: return value.squeeze(), or an entry per sample"
+            )
+        scalars = {name: value for name, value in self._scalars.items() if not value.dim()}
+        names = [name for name, value in scalars.items() if not self._is_mean(name, value, micro)]
         if names and self._world.is_main:
             notice(
                 f"the metric {names[0]!r} is no mean over samples: a validation reports its mean over batches, which "
@@ -181,6 +190,16 @@ class Validator:
 
     def _is_mean(self, name: str, value: Tensor, micro: MicroBatch) -> bool:
         """Return False if a metric's value of a batch differs from those of its parts together."""
+        cut, both = self._of_parts(name, micro)
+        if len(both) < 2 or any(it.numel() != 1 for it in both):
+            return True
+        first, rest, count = float(both[0]), float(both[1]), micro.num_samples
+        whole, together = value.item(), (cut * first + (count - cut) * rest) / count
+        tolerance = max(1e-5, 16 * torch.finfo(value.dtype).eps)
+        return math.isnan(whole) or math.isclose(whole, together, rel_tol=tolerance, abs_tol=1e-8)
+
+    def _of_parts(self, name: str, micro: MicroBatch) -> tuple[int, list[Tensor]]:
+        """Return the size of a batch's first part, and what a metric returns for both parts; nothing if it cannot."""
         output, count = self._output(self._outputs), micro.num_samples
         cut = max(1, count // 3)
         try:
@@ -190,12 +209,9 @@ class Validator:
                 both = [
                     [part_of(it, count, *ends) for it in (output, micro.batch)] for ends in ((0, cut), (cut, count))
                 ]
-                first, rest = (float(cast(Tensor, metric(*parts))) for parts in both)
+                return cut, [torch.as_tensor(metric(*parts)) for parts in both]
         except Exception:  # noqa: BLE001  (a batch that cannot be cut, or a part that the metric does not take)
-            return True
-        whole, together = value.item(), (cut * first + (count - cut) * rest) / count
-        tolerance = max(1e-5, 16 * torch.finfo(value.dtype).eps)
-        return math.isnan(whole) or math.isclose(whole, together, rel_tol=tolerance, abs_tol=1e-8)
+            return cut, []
 
     def _measure_set(self, set_name: str, loader: Loader, model: nn.Module, called: Any) -> dict[str, float]:
         counted: dict[str, Counted | None] = {}
@@ -337,7 +353,7 @@ class Validator:
                     remedy="it gets the model's output and the batch: try it on one batch by hand",
                 ) from error
             tallies[name].add(value, micro.num_samples)
-            if isinstance(value, Tensor) and value.is_floating_point() and not value.dim():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1:
                 self._scalars[name] = value
         for name, found in self._objects.items():
             try:
