@@ -282,6 +282,21 @@ def test_items_with_nan_are_the_same_when_asked_twice() -> None:
     assert not same(torch.tensor([math.nan]), torch.tensor([1.0]))
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.jagged])
+def test_items_of_sparse_and_jagged_tensors_are_compared(layout: torch.layout) -> None:
+    """A graph with its adjacency was refused with torch's words on operators and backends."""
+
+    def made(value: float) -> torch.Tensor:
+        if layout is torch.jagged:
+            return torch.nested.nested_tensor([torch.ones(2), torch.full((3,), value)], layout=layout)
+        return (torch.eye(3) * value).to_sparse(layout=layout)
+
+    assert same((made(2.0), 1), (made(2.0), 1))
+    assert not same((made(2.0), 1), (made(3.0), 1))
+    assert not same(made(2.0), torch.eye(3) * 2)
+    assert exactness_warnings(KeyedItems([(made(2.0), 1)], 0), lambda items: items[0]) == []
+
+
 @pytest.mark.parametrize("buffer_size", [None, 6])
 def test_a_shuffle_buffer_that_no_state_holds_loses_no_items(buffer_size: int | None) -> None:
     """Streams of Hugging Face, shuffled by a buffer: a resumed run never saw the items that were in it."""

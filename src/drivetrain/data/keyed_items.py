@@ -283,6 +283,8 @@ def exactness_warnings(items: KeyedItems, collate: Collate) -> list[str]:
 def same(one: Any, other: Any) -> bool:
     """Return whether two items hold the same numbers. Things that cannot be compared count as the same."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.layout is not torch.strided or other.layout is not torch.strided:
+            return one.layout == other.layout and same(_entries_of(one), _entries_of(other))
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
         is_nan_aware = one.is_floating_point() or one.is_complex()
@@ -296,6 +298,18 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (str, bytes, int, float, bool, type(None))):
         return bool(one == other) or (one != one and other != other)
     return True
+
+
+def _entries_of(tensor: Tensor) -> Any:
+    """Return what a sparse or jagged tensor holds, as plain tensors; None for other layouts: they are not compared."""
+    if tensor.layout is torch.jagged:  # whose shape is a symbol of its own
+        jagged: Any = tensor
+        return jagged.offsets(), jagged.values()
+    try:
+        entries = tensor.detach().to_sparse(layout=torch.sparse_coo).coalesce()
+    except (RuntimeError, NotImplementedError):
+        return None
+    return entries.shape, entries.indices(), entries.values()
 
 
 class Generators:
