@@ -243,10 +243,10 @@ def test_each_evaluation_draws_the_same(tmp_path: Path) -> None:
     assert drawn[0] != drawn[1]
 
 
-def looped(folder: Path, body: Any) -> None:
+def looped(folder: Path, body: Any, batch_size: int | None = None) -> None:
     model = make_model(VECTORS)
     made = make_optimizer("lbfgs", model.parameters())
-    config = dt.configure(output_dir=folder, gpu_mode="cpu", report=False)
+    config = dt.configure(output_dir=folder, gpu_mode="cpu", report=False, batch_size=batch_size)
     run = dt.drive(model, made, Vectors(VECTORS), global_batch=24, epochs=1, config=config, quiet=True)
     for batch in run:
         body(run, batch)
@@ -267,6 +267,38 @@ def test_mistakes(tmp_path: Path) -> None:
 
     with pytest.raises(dt.DrivetrainError, match="computes the loss itself"):
         looped(tmp_path / "both", both)
+
+
+def test_closures_as_torch_has_them(tmp_path: Path) -> None:
+    """One without a batch raised a TypeError; one that clears gradients lost those of the batches before."""
+
+    def without_a_batch(run: Any, batch: Any) -> None:
+        run.step(lambda: vector_loss(run.model, batch))
+
+    def clearing(run: Any, batch: Any) -> None:
+        def closure(batch: Any) -> Tensor:
+            run.model.zero_grad()
+            return vector_loss(run.model, batch)
+
+        run.step(closure)
+
+    def backward(run: Any, batch: Any) -> None:
+        def closure(batch: Any) -> Tensor:
+            loss = vector_loss(run.model, batch)
+            loss.backward()
+            return loss
+
+        run.step(closure)
+
+    wrong = {
+        without_a_batch: "takes no batch",
+        clearing: "has cleared or computed gradients",
+        backward: "has cleared or computed gradients",
+    }
+    for number, (body, words) in enumerate(wrong.items()):
+        with pytest.raises(dt.DrivetrainError, match=words) as raised:
+            looped(tmp_path / str(number), body, batch_size=8)
+        assert "run.step(lambda batch" in raised.value.remedy
 
 
 def sharded(folder: str) -> str:

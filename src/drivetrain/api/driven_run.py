@@ -1,5 +1,6 @@
 """The parts of a run whose loop is the user's, and its steps with a closure: what `Drive` works with."""
 
+import inspect
 import sys
 import weakref
 from collections import deque
@@ -425,6 +426,10 @@ def _touching_all(model: nn.Module) -> Tensor:
 # Each evaluation is over all batches of the step, with the strategy's own reduction, weighting and clipping.
 
 Closure = Callable[[Any], Tensor | LossSum | NamedLosses]  # of a batch; returns its loss
+_OF_BATCH = (
+    "give it a function of a batch that returns its loss, without optimizer.zero_grad() and loss.backward(): "
+    "run.step(lambda batch: loss(run.model, batch))"
+)
 
 
 def step_with(
@@ -778,6 +783,14 @@ class GradientWatch:
             "optimizer.register_step_pre_hook",
         )
 
+    def loss_of(self, closure: Closure, batch: Any) -> Any:
+        """Return a closure's loss of a batch. Raise if it has changed the gradients of the batches before."""
+        before = gradient_versions(self._trained)
+        loss = closure(batch)
+        if before != gradient_versions(self._trained):
+            raise DrivetrainError("the closure of run.step() has cleared or computed gradients", remedy=_OF_BATCH)
+        return loss
+
 
 class WeightWatch:
     """Finds loops that change weights beside the optimizer, in their first steps.
@@ -857,6 +870,12 @@ def check_closure(session: Session, optimizer: Optimizer, closure: Closure | Non
             "run.step(closure) was called after run.backward(), and the closure computes the loss itself",
             remedy="leave run.backward(loss) out",
         )
+    try:
+        inspect.signature(closure).bind(None)
+    except TypeError:
+        raise DrivetrainError("the closure of run.step() takes no batch", remedy=_OF_BATCH) from None
+    except ValueError:
+        pass  # it does not tell what it takes
     if isinstance(optimizer, JointOptimizer):
         raise DrivetrainError(
             "run.step(closure) is for one optimizer, and the run has several",

@@ -425,7 +425,7 @@ class Drive(DrivenProgress):
         kept, self._kept = self._kept, []
 
         def judged(batch: Any) -> Tensor | LossSum | NamedLosses:
-            loss = closure(batch)
+            loss: Tensor | LossSum | NamedLosses = self._gradients.loss_of(closure, batch)
             if self._micro is not None:
                 self._division.judge(self._micro, loss)
             return loss
