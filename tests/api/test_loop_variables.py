@@ -41,6 +41,14 @@ CARRIED = {
                 more = batch
             run.backward(model(batch) + model(more))
         """,
+    "unlabeled": """
+        for (inputs, labels), (unlabeled, _) in zip(run, cycle(others)):
+            run.backward(loss(model(inputs), labels) + entropy(model(unlabeled)))
+        """,
+    "pair": """
+        for i, (pair, batch) in enumerate(tqdm(zip(others, run))):
+            run.backward(model(batch) * pair)
+        """,
     "scale": """
         while True:
             batch = next(batches)

@@ -103,7 +103,8 @@ def _carried(loop: ast.For | ast.AsyncFor | ast.While, is_run: set[str], choices
     flow = _Flow(set() if isinstance(loop, ast.While) else _stored(loop.target))
     flow.take_all(loop.body)
     needed = _needed(loop, is_run, choices)
-    return sorted((changed & flow.read_first | _counters(loop)) & needed)
+    beside = set() if isinstance(loop, ast.While) else _zipped(loop.iter, loop.target, is_run)
+    return sorted((changed & flow.read_first | _counters(loop) | beside) & needed)
 
 
 def _counters(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:
@@ -112,6 +113,19 @@ def _counters(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:
     is_counted = any(isinstance(call.func, ast.Name) and call.func.id == "enumerate" for call in calls)
     target = None if isinstance(loop, ast.While) else loop.target
     return _stored(target.elts[0]) if is_counted and isinstance(target, ast.Tuple) else set()
+
+
+def _zipped(items: ast.expr, target: ast.AST, is_run: set[str]) -> set[str]:
+    """Return the names of what `zip` takes beside the run: of other data, from the start again where it is resumed."""
+    if not isinstance(items, ast.Call) or not items.args:
+        return set()
+    parts = target.elts if isinstance(target, ast.Tuple) else []
+    if _name_of(items.func) == "zip" and len(items.args) == len(parts):
+        pairs = zip(items.args, parts, strict=True)
+        found = [_zipped(it, to, is_run) if _loaded(it) & is_run else _stored(to) for it, to in pairs]
+        return set().union(*found)
+    is_counted = _name_of(items.func) == "enumerate" and len(parts) == 2
+    return _zipped(items.args[0], parts[1] if is_counted else target, is_run)
 
 
 def _loaded(node: ast.AST) -> set[str]:
