@@ -856,7 +856,7 @@ def test_generators_that_the_loop_draws_from_are_told(tmp_path: Path, capsys: py
         going.step()
     told = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint holds" in line]
     assert len(told) == 1
-    assert "loop       numpys, pythons, torchs changes with the steps" in told[0]
+    assert "loop       numpys, pythons, torchs change with the steps" in told[0]
 
 
 def test_what_a_loop_changes_after_an_epoch_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -717,9 +717,10 @@ class LoopWatch:
         new = [name for name in names if name not in self._told]
         self._told.update(new)
         if new:
+            change, them = ("changes", "it") if len(new) == 1 else ("change", "them")
             self._say(
-                f"  loop       {', '.join(new[:3])} changes with the steps, and no checkpoint holds it: a resumed run "
-                f"begins anew with it. {remedy}"
+                f"  loop       {', '.join(new[:3])} {change} with the steps, and no checkpoint holds {them}: a resumed "
+                f"run begins anew with {them}. {remedy}"
             )
 
 
