@@ -285,19 +285,19 @@ def of_rows(ignored: int, weight: Tensor | None = None) -> Callable[[nn.Module, 
     return loss
 
 
-@pytest.mark.parametrize("labels_type", [torch.long, torch.uint8], ids=str)
+@pytest.mark.parametrize(("labels_type", "ignored"), [(torch.long, 255), (torch.uint8, 255), (torch.long, -1)], ids=str)
 @pytest.mark.parametrize("is_in_memory", [True, False])
 def test_labels_are_left_out_by_the_value_that_the_loss_names(
-    tmp_path: Path, is_in_memory: bool, labels_type: torch.dtype
+    tmp_path: Path, is_in_memory: bool, labels_type: torch.dtype, ignored: int
 ) -> None:
-    """It was known by the labels only, and by those of the first samples."""
-    rows = Rows(255, labels_type)
+    """It was known by the labels only, and by those of the first samples; without its sign."""
+    rows = Rows(ignored, labels_type)
     data = TensorDataset(rows.inputs, rows.labels) if is_in_memory else rows
-    job = job_of(of_rows(255), data, lambda: nn.Linear(4, 9), shuffle=False, global_batch=16, max_steps=10)
+    job = job_of(of_rows(ignored), data, lambda: nn.Linear(4, 9), shuffle=False, global_batch=16, max_steps=10)
     whole, divided = trained(str(tmp_path / "whole"), job, 16), trained(str(tmp_path / "divided"), job, 5)
     for key, value in whole["weights"].items():
         torch.testing.assert_close(divided["weights"][key], value, rtol=0, atol=1e-12)
-    assert "batch[1] != 255" in divided["events"]
+    assert f"batch[1] != {ignored}," in divided["events"]
 
 
 def in_order(job: Job, columns: TensorDataset) -> dict[str, Tensor]:

@@ -229,7 +229,7 @@ def _value(
     tensors = [each for each in totals if isinstance(each, Tensor)]
     own = set(map(id, model.parameters()))
     foreign = [leaf for leaf in leaves_of(tensors) if isinstance(leaf, nn.Parameter) and id(leaf) not in own]
-    return sum(float(each.detach().double().sum()) for each in tensors), tuple(foreign), _label_means(tensors)
+    return sum(float(each.detach().double().sum()) for each in tensors), tuple(foreign), label_means(tensors)
 
 
 def _has_drawn(device: torch.device) -> bool:
@@ -287,9 +287,11 @@ def leaves_labels_out(loss: Tensor) -> bool:
     )
 
 
-def _label_means(losses: Sequence[Tensor]) -> LabelMeans:
+def label_means(losses: Sequence[Tensor]) -> LabelMeans:
+    """Return what the cross-entropies near the end of losses leave out. The host waits for the device."""
     nodes = list(_mean_entropies(losses))
-    ignored = dict.fromkeys(int(node._saved_ignore_index) for node in nodes)
+    saved = [int(node._saved_ignore_index) for node in nodes]
+    ignored = dict.fromkeys(it - 2**64 if it >= 2**63 else it for it in saved)  # the graph tells it without its sign
     return LabelMeans(tuple(ignored), any(map(_has_weights, nodes)))
 
 
