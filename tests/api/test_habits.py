@@ -913,21 +913,23 @@ def turned(folder: Path, model: nn.Module, optimizers: Any, data: Any) -> None:
         run.step()
 
 
-@pytest.mark.parametrize("kind", ["ignored", "weighted", "plain", "norm"])
+@pytest.mark.parametrize("kind", ["ignored", "padded", "weighted", "plain", "norm"])
 def test_a_loop_whose_divided_steps_are_not_the_whole_ones_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     labels = LABELS.clone()
     labels[[2, 9]] = -100 if kind == "ignored" else 0
     weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) if kind == "weighted" else None
-    expected = {"ignored": "labels that are not ignored", "weighted": "class weights", "norm": "batch normalization"}
+    expected = {"ignored": "(labels != -100).sum()", "padded": "(labels != 0).sum()", "norm": "batch normalization"}
+    expected["weighted"] = "weights[labels[labels != -100]].sum()"
+    left_out = 0 if kind == "padded" else -100
     for size, is_told in ((4, kind in expected), (8, False)):
         model = make_model() if kind != "norm" else nn.Sequential(nn.BatchNorm1d(5), make_model()).double()
         config = configure(output_dir=tmp_path / str(size), device="cpu", num_workers=0, batch_size=size)
         data = TensorDataset(INPUTS[:16], labels[:16])
         run = dt.drive(model, sgd(model.parameters()), data, global_batch=8, epochs=1, shuffle=False, config=config)
         for inputs, targets in run:
-            loss = functional.cross_entropy(model(inputs), targets, weight)
+            loss = functional.cross_entropy(model(inputs), targets, weight, ignore_index=left_out)
             run.backward(loss + 0.1 * model(inputs).square().mean())
             run.step()
         told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  loss ")]

@@ -19,7 +19,7 @@ from drivetrain.core.metrics import LossSum, NamedLosses
 from drivetrain.data.batch import MicroBatch, leaves
 from drivetrain.loop.trainer import COUNTED_STEPS
 from drivetrain.run import Session
-from drivetrain.run.loss_probe import leaves_labels_out, looks_like_a_sum, mean_counts
+from drivetrain.run.loss_probe import label_means, leaves_labels_out, looks_like_a_sum, mean_counts
 from drivetrain.run.loss_weighting import BATCH_NORM
 from drivetrain.run.model_factory import couples_samples
 
@@ -346,10 +346,15 @@ class DivisionWatch:
             )
         if isinstance(loss, Tensor) and leaves_labels_out(loss):
             self._num_left = 0
+            means = label_means([loss])
+            over, ignored = "labels that are not ignored", next(iter(means.ignored), -100)
+            count = f"(labels != {ignored}).sum()"
+            if means.has_weights:
+                over, count = "class weights", f"weights[labels[labels != {ignored}]].sum()"
             found["labels"] = (
-                "it is a mean over labels that are not ignored, or over class weights, and is taken for a mean over "
-                "samples, so its gradients depend on how a step is divided. run.backward(dt.LossSum(sum, count)) "
-                'divides by the count: cross_entropy(…, reduction="sum") and (labels != -100).sum()'
+                f"it is a mean over {over}, and is taken for a mean over samples, so its gradients depend on how a "
+                "step is divided. run.backward(dt.LossSum(sum, count)) divides by the count: "
+                f'cross_entropy(…, reduction="sum") and {count}'
             )
         elif isinstance(loss, Tensor) and (unlike := self._unlike_means(micro, loss)):
             found["means"] = (
