@@ -622,6 +622,32 @@ def test_gradients_of_inputs_may_be_computed(tmp_path: Path) -> None:
     assert going.finished
 
 
+def test_an_error_in_a_batch_of_one_sample_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that squeezes its outputs runs into it only where a step is divided: 7 samples, in batches of 3."""
+
+    def loop(going: Drive) -> None:
+        for batch in going:
+            loss = nn.functional.binary_cross_entropy(going.model(batch[0]).sigmoid().squeeze(), batch[1].double())
+            going.backward(loss)
+            going.step()
+
+    for batch_size, count in ((3, 1), (7, 0)):
+        model = nn.Linear(6, 1).double()
+        settings: Settings = {"quiet": False, "data": TensorDataset(torch.zeros(14, 6).double(), torch.arange(14) % 2)}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        variant = Variant(global_batch=7, steps=2)
+        going = start(
+            str(tmp_path / str(batch_size)), variant, batch_size, model=model, optimizer=optimizer, **settings
+        )
+        if count:
+            with pytest.raises(ValueError, match="target size"):
+                loop(going)
+            going.close()
+        else:
+            loop(going)
+        assert capsys.readouterr().out.count("it was left in a batch of 1 sample") == count
+
+
 @pytest.mark.parametrize("name", ["middle", "last"])
 def test_weights_that_the_loop_changes_itself_are_told_once(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]

@@ -477,6 +477,7 @@ class Drive(DrivenProgress):
                 self.finished = driven.finish()
             except BaseException as error:
                 self._leave_forward()
+                self._tell_one_sample()
                 self._in_turn.close()
                 collect_into(None)
                 begun = self._begun
@@ -540,6 +541,18 @@ class Drive(DrivenProgress):
                 f"the loop went on to the next batch without {missing}",
                 remedy="call run.backward(loss) and run.step() for every batch, also to accumulate gradients: it steps "
                 "where one is due. To leave a batch out, give backward dt.LossSum(loss * 0, 0)",
+            )
+
+    def _tell_one_sample(self) -> None:
+        """Say of a loop that was left in the forward of a batch of one sample, as by an error, what is often the cause.
+
+        The error itself is not known here.
+        """
+        micro, job = self._micro, self._session.job
+        if micro is not None and micro.num_samples == 1 and not self._is_learned and job.global_batch != 1:
+            self._driven.recorder.say(
+                "  loop       it was left in a batch of 1 sample, where a step is divided or an epoch ends: squeeze() "
+                "drops that dimension, too, where squeeze(1) does not, and batch normalization needs 2"
             )
 
     def _enter_forward(self) -> None:
