@@ -334,7 +334,8 @@ class Job:
         except AttributeError as error:
             if isinstance(error.obj, list) and error.name in ("parameters", "named_parameters"):
                 message = "the optimizer function is called with the parameters, not with the model"
-                raise DrivetrainError(message, remedy=EXAMPLES["optimizer"]) from error
+                by_name = 'groups by name are dt.Optim(…, params="blocks.*") in a dictionary; dt.drive takes any'
+                raise DrivetrainError(message, remedy=f"{EXAMPLES['optimizer']}; {by_name} optimizer") from error
             raise
         if isinstance(optimizer, (list, tuple, dict)):
             raise DrivetrainError(

@@ -75,6 +75,7 @@ def test_wrong_optimizers(tmp_path: Path) -> None:
     fails(tmp_path, "returned 2 optimizers", optimizer=two)
     fails(tmp_path, "returned None: did you forget", optimizer=lambda groups: None)
     fails(tmp_path, "not with the model", optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    fails(tmp_path, "groups by name", optimizer=lambda model: torch.optim.SGD(model.named_parameters(), lr=0.1))
     fails(tmp_path, "that the model does not have", optimizer=lambda groups: torch.optim.SGD([torch.zeros(3)], lr=0.1))
 
 
