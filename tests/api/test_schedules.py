@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as torchs
 import drivetrain as dt
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import ConfigError, DrivetrainError
-from drivetrain.loop.schedule import LearningRates
+from drivetrain.loop.schedule import LearningRates, ends_in_first_epoch
 from tests.gloo_pool import GlooPool
 
 STEPS = 12
@@ -266,6 +266,38 @@ def test_a_run_refuses(schedule: Any, words: str) -> None:
 # Plateaus
 
 LOSSES = [5.0, 4.0, 4.5, 4.4, 4.3, 3.0, 3.1, float("nan"), 3.2, 2.9, 3.5, 3.6]
+
+
+FOR_EPOCHS: dict[str, Any] = {
+    "StepLR": lambda optimizer: torchs.StepLR(optimizer, 1, 0.5),
+    "MultiStepLR": lambda optimizer: torchs.MultiStepLR(optimizer, [2, 3, 4]),
+    "CosineAnnealingLR": lambda optimizer: torchs.CosineAnnealingLR(optimizer, 5),
+    "ExponentialLR": lambda optimizer: torchs.ExponentialLR(optimizer, 0.5),
+    "a function": lambda epoch: 0.5**epoch,
+}
+FOR_STEPS: dict[str, Any] = {
+    "StepLR": lambda optimizer: torchs.StepLR(optimizer, 10, 0.5),
+    "CosineAnnealingLR": lambda optimizer: torchs.CosineAnnealingLR(optimizer, 50),
+    "OneCycleLR": lambda optimizer: torchs.OneCycleLR(optimizer, 0.1, total_steps=50),
+    "warm restarts": lambda optimizer: torchs.CosineAnnealingWarmRestarts(optimizer, 4),
+    "ours": dt.WarmupCosine(warmup_steps=3),
+    "a warm-up": lambda step: min(1.0, step / 8),
+}
+
+
+@pytest.mark.parametrize("name", FOR_EPOCHS)
+def test_a_schedule_that_counts_epochs_is_told(tmp_path: Path, name: str) -> None:
+    """Moved over as it was, it is over in the first epoch, and nothing was learned from then on."""
+    train(tmp_path, job_of(FOR_EPOCHS[name], data=data_of(80), max_steps=None, epochs=5))
+    events = (tmp_path / "rates" / "events.jsonl").read_text()
+    assert "in the first of 5 epochs" in events
+    assert "10 times per epoch" in events
+
+
+@pytest.mark.parametrize("name", FOR_STEPS)
+def test_a_schedule_that_counts_steps_is_not_told(name: str) -> None:
+    job = job_of(FOR_STEPS[name], data=data_of(80), max_steps=None, epochs=5)
+    assert ends_in_first_epoch(job, job.make_optimizer(model_of())) == ""
 
 
 def reduced(make: Callable[[Optimizer], torchs.ReduceLROnPlateau], values: list[float]) -> list[list[float]]:

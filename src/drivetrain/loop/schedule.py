@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.optimizers import JointOptimizer
-from drivetrain.core.schedules import OnPlateau, is_factor, warmup_factor
+from drivetrain.core.schedules import FactorSchedule, OnPlateau, is_factor, warmup_factor
 from drivetrain.core.value import format_duration
 from drivetrain.data.division import Place
 from drivetrain.job import Job
@@ -266,6 +266,34 @@ class _TorchSchedule:
     def _copy(self, groups: list[dict[str, Any]]) -> None:
         for group, ours in zip(groups, self._made_of.param_groups, strict=True):
             group.update({name: ours[name] for name in self._changed if name in group})
+
+
+_COUNTING = ("StepLR", "MultiStepLR", "ExponentialLR", "CosineAnnealingLR", "LambdaLR", "MultiplicativeLR")
+_MOST_STEPS = 2000  # that are looked at
+
+
+def ends_in_first_epoch(job: Job, optimizer: Optimizer) -> str:
+    """Return in words that a schedule ends in the first epoch, as one does that counts epochs; empty if it does not."""
+    per_epoch, num_epochs, schedule = job.steps_per_epoch, job.num_epochs, job.schedule
+    if per_epoch is None or per_epoch < 2 or num_epochs is None or num_epochs < 3:
+        return ""
+    if isinstance(schedule, (FactorSchedule, OnPlateau)) or isinstance(optimizer, JointOptimizer):
+        return ""
+    scheduled = None if is_factor(schedule) else _TorchSchedule(job, optimizer)
+    if scheduled is not None and (type(scheduled.scheduler).__name__ not in _COUNTING or scheduled.why_not_captured):
+        return ""
+    highest = 0.0
+    for step in range(min(per_epoch, _MOST_STEPS)):
+        rate = job.lr_factor(step, job.num_steps) if scheduled is None else scheduled.at(step, [])[0]
+        highest = max(highest, rate)
+        if rate < highest / 100:
+            return (
+                f"the learning rate falls to a hundredth within {step} steps, in the first of {num_epochs} epochs. A "
+                f"schedule is stepped once per optimizer step, {per_epoch} times per epoch: one that is meant for "
+                f"epochs takes {per_epoch} times its step_size, milestones or T_max, or is lambda step: factor(step // "
+                f"{per_epoch})"
+            )
+    return ""
 
 
 class Plateau:

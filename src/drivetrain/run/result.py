@@ -32,6 +32,7 @@ from drivetrain.data.loader import Loader
 from drivetrain.hardware import Gpu
 from drivetrain.job import Job
 from drivetrain.loop import CAPTURED, NOT_CAPTURED, CapturedStepper, Stepper
+from drivetrain.loop.schedule import ends_in_first_epoch
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import PhaseClock
 from drivetrain.monitor.recorder import NoRunRecorder, RunFacts, RunPlan, RunRecorder
@@ -396,7 +397,11 @@ def tell_plain_optimizer(optimizer: Optimizer, recorder: RunRecorder | NoRunReco
 
 
 def tell_rate(run: Session, optimizer: Optimizer, recorder: RunRecorder | NoRunRecorder) -> None:
-    """Report that --lr scaled the rates of several groups, where they differ."""
+    """Report that --lr scaled the rates of several groups, where they differ, and a schedule that is soon over."""
+    words = ends_in_first_epoch(run.job, optimizer)
+    if words:
+        recorder.event("schedule", words=words)
+        recorder.say(f"  schedule   {words}")
     rates = [float(group["initial_lr"]) for group in optimizer.param_groups]
     if run.config.optimizer.learning_rate is not None and len(set(rates)) > 1:
         words = f"groups keep their ratios to the rate that was given: {', '.join(f'{rate:g}' for rate in rates)}"
