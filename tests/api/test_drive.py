@@ -117,6 +117,33 @@ def test_float64_equals_the_plain_loop_on_several_processes(
     assert of_weights < 1e-10, of_weights
 
 
+def wrapped_loop(folder: str, variant: Variant, micro_batch: int, is_inside: bool) -> Trained | None:
+    """A script that wraps its model for several processes, and goes on calling the wrapper."""
+    loss = make_job(variant).loss
+    torch.manual_seed(variant.seed)
+    model = make_model(variant)
+    optimizer = torch.optim.AdamW(_groups([*model.parameters()], make_job(variant).weight_decay), lr=1e-2)
+    wrapper: nn.Module = nn.parallel.DistributedDataParallel(model)
+    wrapper = nn.Sequential(wrapper) if is_inside else wrapper
+    going = start(folder, variant, micro_batch, model=wrapper, optimizer=optimizer)
+    for batch in going:
+        going.backward(loss(wrapper, batch))
+        going.step()
+    return read(going.folder) if going.world.is_main else None
+
+
+@pytest.mark.parametrize(("micro_batch", "is_inside"), [(16, False), (5, False), (5, True)])
+def test_a_model_that_the_script_wrapped_in_ddp(
+    gloo_pool: GlooPool, tmp_path: Path, micro_batch: int, is_inside: bool
+) -> None:
+    """Its own reduction averaged gradients that were reduced once more."""
+    driven = gloo_pool.run(wrapped_loop, str(tmp_path), Variant(), micro_batch, is_inside, world=2)[0]
+    driven = replace(driven, weights={name.replace("0.module.", "", 1): it for name, it in driven.weights.items()})
+    of_losses, of_weights = difference(driven, *plain_loop(Variant()))
+    assert of_losses < 1e-10, of_losses
+    assert of_weights < 1e-10, of_weights
+
+
 def mean_of_means(folder: str, variant: Variant, micro_batch: int) -> Trained | None:
     """What a loop does that hands in a mean where items are not samples."""
     loss = make_job(variant).loss

@@ -270,7 +270,8 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """Return the model itself without the wrappers of others, and what is to be reported about that.
 
     Wrappers add prefixes to the names of weights. A compiled model stays compiled: the module is called as the wrapper
-    would have called it. Wrappers that copy a model or reduce its gradients are left out: a run does that itself.
+    would have called it. Wrappers that copy a model or reduce its gradients are left out: a run does that itself. They
+    do it no longer, since a loop of the user's may go on calling them.
     """
     notes = list[str]()
     while _is_compiled(model) or isinstance(model, (nn.DataParallel, DistributedDataParallel)):
@@ -278,12 +279,24 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
             model = _compiled_in_place(model)
         else:
             notes.append(f"the model came wrapped in {type(model).__name__}: its module is trained, and divided here")
-            model = cast(nn.Module, model.module)
+            model = _set_aside(model)
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child is not None and _is_compiled(child):
                 module._modules[name] = _compiled_in_place(child)
+            elif isinstance(child, (nn.DataParallel, DistributedDataParallel)):  # its weights keep their names
+                notes.append(f"{name} of the model came wrapped in {type(child).__name__}: it is divided here")
+                _set_aside(child)
     return model, notes
+
+
+def _set_aside(wrapper: nn.Module) -> nn.Module:
+    """Have a wrapper only call its module, and return that."""
+    if isinstance(wrapper, DistributedDataParallel):
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False  # as in `no_sync`, for good
+    elif isinstance(wrapper, nn.DataParallel):
+        wrapper.device_ids = []
+    return cast(nn.Module, wrapper.module)
 
 
 def _is_compiled(model: nn.Module) -> bool:
