@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import drivetrain as dt
@@ -142,6 +143,24 @@ def test_a_model_that_the_script_wrapped_in_ddp(
     of_losses, of_weights = difference(driven, *plain_loop(Variant()))
     assert of_losses < 1e-10, of_losses
     assert of_weights < 1e-10, of_weights
+
+
+def sharded_by_the_script(folder: str) -> str:
+    model = make_model(Variant())
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        start(folder, Variant(), 8, model=model, optimizer=optimizer)
+    except DrivetrainError as error:
+        return f"{error}"
+    return ""
+
+
+def test_a_model_that_the_script_sharded_is_refused(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """It ended with torch's words on mixed tensors."""
+    for words in gloo_pool.run(sharded_by_the_script, str(tmp_path), world=2):
+        assert "cut into shards already" in words
+        assert "--parallel-strategy fsdp" in words
 
 
 def mean_of_means(folder: str, variant: Variant, micro_batch: int) -> Trained | None:

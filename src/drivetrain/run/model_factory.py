@@ -47,7 +47,7 @@ from drivetrain.strategies.compiling import (
     varying_dims_of,
 )
 from drivetrain.strategies.layers import recompute, repeated_blocks, split_recurrent_dropout, use_fp8
-from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
+from drivetrain.strategies.sharding import build, compile_blocks, refuse_cut, refuse_uncuttable, shard
 from drivetrain.strategies.shared_experts import HeldExperts
 
 MOST = 0.95  # of the memory: the process itself needs some, too
@@ -69,6 +69,7 @@ def build_model(run: Session, *, modes_stay: bool = False) -> nn.Module:
     torch.manual_seed(run.job.seed)  # the same weights on every rank, and in every run of this seed
     made, notes = unwrapped(_made(run))
     refuse_other_train(made)
+    refuse_cut(made)
     if not modes_stay:
         notes += _unfrozen_norms(made)
     for note in () if run.quiet else notes:

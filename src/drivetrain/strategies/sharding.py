@@ -460,13 +460,20 @@ def _settle(tensor: Tensor, world: World) -> None:
         put_value(tensor, value)
 
 
-def refuse_uncuttable(model: nn.Module) -> None:
-    """Raise for a model that cannot be sharded, before anything is planned or moved."""
-    if any(is_distributed(parameter) for parameter in model.parameters()):
+def refuse_cut(model: nn.Module) -> None:
+    """Raise for a model that is sharded already, which no strategy can divide or save."""
+    is_wrapped = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    if is_wrapped or any(is_distributed(parameter) for parameter in model.parameters()):
         raise DrivetrainError(
             "the model is cut into shards already, by an earlier run or by its own code",
-            remedy="give the job a function that makes the model, not the model itself",
+            remedy="leave fully_shard, FullyShardedDataParallel and parallelize_module out: --parallel-strategy fsdp "
+            "shards it. For several runs, make the model anew for each: give the job a function that makes it",
         )
+
+
+def refuse_uncuttable(model: nn.Module) -> None:
+    """Raise for a model that cannot be sharded, before anything is planned or moved."""
+    refuse_cut(model)
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False)]
     if sparse:
         raise DrivetrainError(
