@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import drivetrain as dt
+from drivetrain.api.driven_run import DrivenRun
 from drivetrain.api.driving import Drive, drive
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
@@ -280,6 +281,64 @@ def test_resumed_with_loader_workers(tmp_path: Path) -> None:
     assert mended is not None
     assert mended.resumed_from == 5
     assert_identical(mended, whole)
+
+
+class Followed(nn.Module):
+    """A student with a weight that the loop clamps, and a teacher that the loop moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = make_model(BASE)
+        self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+
+def followed(folder: Path, leave: Callable[[Drive], bool] = lambda going: False) -> dict[str, Tensor]:
+    """Do what a step is followed by after `run.step()`, as most loops have it, and not in a hook."""
+    torch.manual_seed(5)
+    model = Followed()
+    going = start(
+        str(folder), BASE, 8, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), checkpoint_every=1
+    )
+    for inputs, labels in going:
+        if leave(going):
+            break
+        student, teacher = model.student(inputs) * model.scale, model.teacher(inputs)
+        going.backward(
+            nn.functional.cross_entropy(student, labels) + nn.functional.mse_loss(student, teacher.softmax(1))
+        )
+        going.step()
+        if going.accumulating:
+            continue
+        with torch.no_grad():
+            model.scale.clamp_(0.99, 1.001)
+            for ours, theirs in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+                ours.data.mul_(0.8).add_(theirs.data, alpha=0.2)
+        if leave(going):
+            break
+    if going.finished:
+        assert_equal(torch.load(going.export(folder / "weights.pt")), model.state_dict())
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("where", ["after the step", "in the next one"])
+def test_what_the_loop_does_after_a_step_is_in_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_killed: bool
+) -> None:
+    whole = followed(tmp_path / "whole")
+    if is_killed:  # as where the process is killed: what was not saved by then is lost
+        monkeypatch.setattr(DrivenRun, "_save_alone", lambda self: None)
+    begins = where == "in the next one"
+    followed(tmp_path / "broken", lambda going: going.steps == 4 and begins != bool(going._is_stepped))
+    monkeypatch.undo()
+    assert_equal(followed(tmp_path / "broken"), whole)
+
+
+def assert_equal(weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    assert weights.keys() == others.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, others[name]), name
 
 
 def test_another_world_goes_on(gloo_pool: GlooPool, tmp_path: Path) -> None:

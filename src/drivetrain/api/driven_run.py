@@ -38,7 +38,9 @@ from drivetrain.data.loader import Loader
 from drivetrain.job import LossFunction
 from drivetrain.loop.bad_numbers import refuse_unmoved
 from drivetrain.loop.hook_calls import DataWatch
+from drivetrain.loop.schedule import SaveSchedule
 from drivetrain.loop.trainer import COUNTED_STEPS, Begun, Trainer
+from drivetrain.monitor.phases import CHECKPOINT, LOGGING
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
 from drivetrain.plan.plan import PlannedRun
@@ -135,6 +137,9 @@ class DrivenRun:
         stack.callback(self._saver.close)
         self._memory = watch_memory(session.world.device, self.recorder.event, self.recorder.say)
         self._saver.watch_frozen(parts.strategy.save)
+        # Where other processes hold parts of the state, a loop that is left cannot be saved: nothing is put off there.
+        self.puts_off_saves = not (session.holds_parts and session.world.size > 1)
+        self._late = LateSaver(self._saver, puts_off=self.puts_off_saves)
         self.trainer = self._make_trainer(checkpoint)
         self._buffers = list(parts.model.buffers())
         self._was_training = heeds_mode(parts.model) and parts.model.training
@@ -154,7 +159,7 @@ class DrivenRun:
             self.stepper,
             self.loader,
             session.path,
-            self._saver,
+            self._late,
             self.recorder,
             rates=parts.rates,
             first_step=self.resumed_from,
@@ -209,8 +214,20 @@ class DrivenRun:
             raise
         self._is_whole = True
 
+    def keep(self) -> None:
+        """Save what is due since the step: its loop goes on, so all that its body did with the model is part of it."""
+        if self._late.has_due:
+            clock = self.stepper.clock
+            clock.look()
+            clock.lap(LOGGING)
+            with supervision.in_phase("save"):  # it may wait for the save before
+                self._late.save_due()
+            clock.lap(CHECKPOINT)
+        self._versions = [buffer._version for buffer in self._buffers]
+
     def finish(self) -> bool:
         """Wait for the last checkpoint and close the records. Return whether the job is done."""
+        self.keep()
         self._saver.finish()
         self._memory.close()
         job = self._session.job
@@ -242,6 +259,7 @@ class DrivenRun:
         A failure in this does not hide the error that ended the loop.
         """
         self._saver.failed(self._error or error)
+        self._late.drop()
         try:
             for record in self.trainer.outstanding() if self._is_whole else self.trainer.last_words():
                 self._write(record)
@@ -330,6 +348,77 @@ class DrivenRun:
             self.recorder.event("checkpoint", step=self.steps)
         self.recorder.finish(False, self.steps)
         self._ended = (False, self.steps, "")
+
+
+class LateSaver:
+    """Puts off the saves of a step until its loop asks for the next batch.
+
+    What the loop's body does after `run.step()`, such as moving a teacher or clamping a weight, is then part of them,
+    as it is part of the run that goes on.
+
+    Args:
+        saver: Saves.
+        puts_off: Whether it does; otherwise each save is made at once.
+    """
+
+    def __init__(self, saver: CheckpointSaver, *, puts_off: bool) -> None:
+        self._saver, self._puts_off = saver, puts_off
+        self._due: list[Callable[[], object]] = []
+
+    @property
+    def schedule(self) -> SaveSchedule:
+        """The schedule that says when to save."""
+        return self._saver.schedule
+
+    @property
+    def snapshot(self) -> Callable[[int], Callable[[bool], None]] | None:
+        """The function that has the state copied before its step was judged; None if saves wait for it."""
+        return self._snapshot if self._puts_off and self._saver.snapshot is not None else self._saver.snapshot
+
+    @property
+    def has_due(self) -> bool:
+        return bool(self._due)
+
+    def prepare(self) -> None:
+        """Refuse a state that cannot be saved."""
+        self._saver.prepare()
+
+    def save(self, step: int) -> None:
+        """Save the state of a step that was judged."""
+        self._do(partial(self._saver.save, step))
+
+    def hold(self, step: int) -> None:
+        """Copy the state of a step that was judged, to be written with the next checkpoint."""
+        self._do(partial(self._saver.hold, step))
+
+    def save_due(self) -> None:
+        """Do what was put off."""
+        due, self._due = self._due, []
+        for save in due:
+            save()
+
+    def drop(self) -> None:
+        """Forget what was put off: the loop was left."""
+        self._due = []
+
+    def _do(self, save: Callable[[], None]) -> None:
+        self._due.append(save)
+        if not self._puts_off:
+            self.save_due()
+
+    def _snapshot(self, step: int) -> Callable[[bool], None]:
+        taken: list[Callable[[bool], None]] = []
+
+        def take() -> None:
+            assert self._saver.snapshot is not None
+            taken.append(self._saver.snapshot(step))
+
+        def judge(is_good: bool) -> None:
+            for commit in taken:
+                commit(is_good)
+
+        self._due.append(take)
+        return judge
 
 
 def open_run(session: Session, stack: ExitStack) -> Opened:
@@ -625,6 +714,9 @@ class LoopWatch:
         sets_epoch = hasattr(driven.loader.source.dataset, "set_epoch")
         self._data = None if sets_epoch or driven.has_hooks else DataWatch(driven.loader)
         self._carried_names: CarriedNames | None = None  # once the source of the loop was read
+        self._saved_as = "as it is when the loop asks for its next batch"
+        if not driven.puts_off_saves:
+            self._saved_as = "as hooks leave it: change it in one, dt.every(1, …)"
         self._told = set[str]()
 
     def look(self, place: Place) -> None:
@@ -645,8 +737,8 @@ class LoopWatch:
             return
         self._tell(
             names,
-            "Give it to dt.drive as another model, by name, and change it in a hook, dt.every(1, …), "
-            "which runs before a checkpoint is written",
+            "Give it to dt.drive as another model, by name, with its optimizer if it has one. A checkpoint then holds "
+            f"it {self._saved_as}",
         )
         self._tell(
             [name for name in other_names if name in self._carried_names.into_loss],

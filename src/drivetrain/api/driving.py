@@ -77,8 +77,8 @@ from drivetrain.strategies.replicated import share_buffers
 from drivetrain.strategies.turns import TurnsStrategy
 
 _AVERAGE = (
-    "dt.drive keeps no average: give a copy of the model as another model, by name, and change it in a hook, "
-    "dt.every(1, …); or use dt.train, where Job has it"
+    "dt.drive keeps no average: give a copy of the model as another model, by name, and move it after run.step(), "
+    "if not run.accumulating; or use dt.train, where Job has it"
 )
 _OTHER_NAMES = {
     **OTHER_NAMES,
@@ -497,7 +497,8 @@ class Drive(DrivenProgress):
         driven.say_last_words()
 
     def _handed_out(self) -> Iterator[Any]:
-        if self._driven.stopped_because or self._session.is_done:
+        driven = self._driven
+        if driven.stopped_because or self._session.is_done:
             return  # it was stopped early, and then killed before it was finished; or the script is in a later run
         for place, micro_batches in self._trainer.steps():
             self._watch.look(place)
@@ -514,6 +515,7 @@ class Drive(DrivenProgress):
                     self._turn, self._is_last_turn = turn, turn == due[-1]
                     self._in_turn.enter_context(self._turns.training(turn))
                     yield from self._of_step(place, kept, turn)
+            driven.keep()
             if self._trainer.is_over:
                 break
         self._micro = None
