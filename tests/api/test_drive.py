@@ -604,6 +604,16 @@ def clip_whole(going: Drive, batch: Any) -> None:
         clip(going, batch)
 
 
+def attack(going: Drive, batch: Any) -> None:
+    """Look for an adversarial sample, as many scripts do: the gradients of the weights are a by-product."""
+    inputs = batch[0].clone().requires_grad_()
+    nn.functional.cross_entropy(going.model(inputs), batch[1]).backward()
+
+
+def learn_more(going: Drive, batch: Any) -> None:
+    (2 * loss_of(going, batch)).backward()
+
+
 def leave_out(going: Drive, batch: Any) -> None:
     next(going.model.parameters()).grad = None
 
@@ -688,6 +698,7 @@ WRONG: dict[str, tuple[Callable[[Drive], None], str]] = {
     "a GradScaler of a trainer": (body(backward=WithScaler().backward), "scales its loss with a GradScaler"),
     "an update by hand": (body(middle=update_by_hand), "changed weights before the step was over"),
     "an update by hand after the step": (body(last=update_by_hand), "changed weights before the step was over"),
+    "an attack on the inputs": (body(first=attack), r"computed gradients before run\.backward\(\)"),
     "clipping": (body(middle=clip), "has changed gradients before run.step.*depend on the micro-batch"),
     "a gradient left out": (body(middle=leave_out), "has changed gradients before run.step"),
     "clipping a LossSum": (body(backward=backward_of_sum, middle=clip_whole), "divided by the count of the LossSum"),
@@ -753,15 +764,15 @@ def test_an_error_in_a_batch_of_one_sample_is_explained(tmp_path: Path, capsys: 
         assert capsys.readouterr().out.count("it was left in a batch of 1 sample") == count
 
 
-@pytest.mark.parametrize("name", ["middle", "last"])
-def test_weights_that_the_loop_changes_itself_are_told_once(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("name", "count"), [("middle", 1), ("last", 0)])
+def test_weights_that_the_loop_changes_before_the_step_are_told_once(
+    tmp_path: Path, name: str, count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An update by hand that stayed in the script counted in addition to the optimizer's; a clip is not saved."""
+    """An update by hand that stayed in the script counted in addition to the optimizer's. After the step, it may."""
     going = start(str(tmp_path), Variant(steps=4), quiet=False)
     body(**{name: update_by_hand})(going)
     assert going.finished
-    assert capsys.readouterr().out.count("changes weights beside the optimizer") == 1
+    assert capsys.readouterr().out.count("changes weights beside the optimizer") == count
 
 
 def test_an_unused_scaler_and_weights_that_a_forward_changes_are_no_error(
@@ -787,6 +798,43 @@ def test_what_is_wrong_with_a_loop_is_said(tmp_path: Path, name: str) -> None:
         loop(going)
     assert caught.value.remedy
     assert not torch.is_autocast_enabled("cpu")
+
+
+CHANGED: dict[str, tuple[dict[str, Callable[[Drive, Any], Any]], str]] = {
+    "before": ({"first": attack}, "computed gradients before"),  # DDP reduced them, and not those of the run
+    "after": ({"middle": learn_more}, "each process in another way"),
+    "alike": ({"middle": clip_whole}, ""),
+}
+
+
+def message_of(folder: str, name: str) -> str:
+    going = start(folder, Variant(steps=4), 32)
+    try:
+        body(**CHANGED[name][0])(going)
+    except DrivetrainError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_processes_do_not_come_apart_in_silence(gloo_pool: GlooPool, tmp_path: Path, name: str) -> None:
+    """In whole steps. In a divided one, gradients must not be changed before the last batch, with one process, too."""
+    words = CHANGED[name][1]
+    told = gloo_pool.run(message_of, str(tmp_path), name, world=2)
+    assert all(words in message if words else not message for message in told), told
+
+
+def test_gradients_that_are_cleared_before_the_first_batch_of_a_step_do_no_harm(tmp_path: Path) -> None:
+    def attack_and_clear(going: Drive, batch: Any) -> None:
+        attack(going, batch)
+        going.model.zero_grad()
+
+    found = []
+    for name, first in (("attacked", attack_and_clear), ("not", nothing)):
+        going = start(str(tmp_path / name), Variant(steps=4), 32)
+        body(first=first)(going)
+        found.append(read(going.folder).weights)
+    assert all(np.array_equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def q_learning(folder: Path, *, is_given: bool, last: int = 99) -> dict[str, Tensor]:

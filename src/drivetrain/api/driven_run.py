@@ -822,44 +822,62 @@ class GradientWatch:
     Args:
         trained: The parameters with gradients; empty where gradients are sharded.
         scales_loss: Whether gradients are scaled until the optimizer steps.
+        world: The processes, which hold the same gradients when a step is due.
     """
 
-    def __init__(self, trained: Sequence[Tensor], *, scales_loss: bool) -> None:
-        self._trained, self._scales_loss = trained, scales_loss
+    def __init__(self, trained: Sequence[Tensor], *, scales_loss: bool, world: World) -> None:
+        self._trained, self._scales_loss, self._world = trained, scales_loss, world
         self._versions: list[int] | None = None
-        self._before: list[tuple[weakref.ref[Tensor], int] | None] = []  # each gradient when its batch was handed out
+        self._before: list[tuple[weakref.ref[Tensor], int] | None] | None = None  # None: they are not looked at
+        self._num_steps = self._num_compared = 0
 
-    def begin(self) -> None:
-        """Remember the gradients when a batch is handed out."""
+    def begin(self, micro: MicroBatch) -> None:
+        """Remember the gradients when the first batch of a step is handed out, where the step is looked at."""
+        if micro.number == 0:
+            self._num_steps += 1
+            is_looked_at = self._num_steps <= COUNTED_STEPS or self._num_steps & (self._num_steps - 1) == 0
+            self._before = self._seen() if is_looked_at else None
+
+    def _seen(self) -> list[tuple[weakref.ref[Tensor], int] | None]:
         gradients = (parameter.grad for parameter in self._trained)
-        self._before = [None if it is None else (weakref.ref(it), it._version) for it in gradients]
+        return [None if it is None else (weakref.ref(it), it._version) for it in gradients]
 
     def check(self, micro: MicroBatch) -> None:
-        """Raise if the gradients of the batches before are gone, or others came since the batch was handed out."""
-        gradients = [parameter.grad for parameter in self._trained]
+        """Raise if the gradients of the batches before are gone, or others came that are not of the run."""
+        if micro.number and self._trained and all(parameter.grad is None for parameter in self._trained):
+            raise self._cleared()
+        if self._before is None:
+            return
         others = [
-            it
-            for it, before in zip(gradients, self._before, strict=True)
-            if it is not None and (before is None or before[0]() is not it or before[1] != it._version)
+            gradient
+            for gradient, before in zip((it.grad for it in self._trained), self._before, strict=True)
+            if gradient is not None
+            and (before is None or before[0]() is not gradient or before[1] != gradient._version)
         ]
-        has_others = any(bool(it.count_nonzero()) for it in map(_values_of, others))
-        if micro.number and gradients and (all(it is None for it in gradients) or (others and not has_others)):
-            raise DrivetrainError(
-                "the gradients were cleared between two batches of one step",
-                remedy="leave optimizer.zero_grad() out: gradients are cleared after they were used",
-            )
-        if has_others:  # some would be lost, others count once for each batch
+        if any(bool(it.count_nonzero()) for it in map(_values_of, others)):  # some would be lost, others count again
             raise DrivetrainError(
                 "the loop has computed gradients before run.backward(), by a backward of its own",
                 remedy="call run.backward(loss) in place of loss.backward(), once for each batch: add several losses "
-                "together. For gradients of anything but the weights, torch.autograd.grad(loss, inputs) leaves "
-                "these alone",
+                "together. For gradients of anything but the weights, as of adversarial samples, "
+                "torch.autograd.grad(loss, inputs) leaves these alone",
             )
+        if micro.number and others:
+            raise self._cleared()
+
+    @staticmethod
+    def _cleared() -> DrivetrainError:
+        return DrivetrainError(
+            "the gradients were cleared between two batches of one step",
+            remedy="leave optimizer.zero_grad() out: gradients are cleared after they were used. Gradients by the "
+            "inputs, as of adversarial samples, are computed by torch.autograd.grad, which adds to none",
+        )
 
     def note(self, micro: MicroBatch, loss: Any) -> None:
         """Remember the gradients after a backward, where the loop must not change them before `run.step`."""
         is_watched = not micro.is_last or self._scales_loss or isinstance(loss, LossSum)
         self._versions = gradient_versions(self._trained) if is_watched else None
+        if self._before is not None:
+            self._before = self._seen()
 
     def check_changed(self, micro: MicroBatch) -> None:
         """Raise if the loop has changed gradients since `note`."""
@@ -876,6 +894,21 @@ class GradientWatch:
             "optimizer.register_step_pre_hook",
         )
 
+    def compare(self) -> None:
+        """Raise if the processes do not hold the same gradients in one of the first steps; collective."""
+        if self._world.size == 1 or not self._trained or self._num_compared == COUNTED_STEPS:
+            return
+        self._num_compared += 1
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        sums = self._world.gather(sum(float(_values_of(it).abs().sum(dtype=torch.float64)) for it in gradients))
+        if max(sums) - min(sums) > 1e-6 * max(sums):
+            raise DrivetrainError(
+                "the loop has changed the gradients of each process in another way after run.backward(loss), so the "
+                "processes would train models of their own",
+                remedy="add further losses to the one that run.backward gets; of gradients that the loop computes "
+                "itself, give it sum((parameter * gradient.detach()).sum()) as a loss",
+            )
+
     def loss_of(self, closure: Closure, batch: Any) -> Any:
         """Return a closure's loss of a batch. Raise if it has changed the gradients of the batches before."""
         before = gradient_versions(self._trained)
@@ -888,18 +921,20 @@ class GradientWatch:
 class WeightWatch:
     """Finds loops that change weights beside the optimizer, in their first steps.
 
-    In the middle of a step, the batches that follow would have gradients of other weights. After it, they are changed
-    when its checkpoint is written already, and an update by hand that stayed in a script counts in addition. What a
-    forward pass changes is left alone.
+    In the middle of a step, the batches that follow would have gradients of other weights. Before the optimizer's step,
+    an update by hand that stayed in a script counts in addition; after it, its checkpoint may be written already. What
+    a forward pass changes is left alone.
 
     Args:
         trained: The parameters with gradients; empty where they are sharded. Some small ones are looked at.
         say: Prints a line.
+        may_follow: Whether checkpoints hold what the loop does after `run.step()`.
     """
 
     _MOST, _LARGEST = 16, 4096
 
-    def __init__(self, trained: Sequence[Tensor], say: Callable[[str], None]) -> None:
+    def __init__(self, trained: Sequence[Tensor], say: Callable[[str], None], *, may_follow: bool) -> None:
+        self._may_follow = may_follow
         self._watched = [it for it in trained if it.numel() <= self._LARGEST][: self._MOST]
         self._say, self._copies = say, list[Tensor]()
         self._num_left = COUNTED_STEPS  # steps that are looked at
@@ -915,9 +950,9 @@ class WeightWatch:
             return
         remedy = (
             "leave an update by hand out: run.step() has the optimizer do it, and p.data.add_(p.grad, alpha=-lr) is "
-            "torch.optim.SGD. Anything else, such as clipping weights, belongs into a hook, dt.every(1, …), which runs "
-            "before a checkpoint is written"
+            "torch.optim.SGD. Anything else, such as clipping weights, belongs "
         )
+        remedy += "after run.step(), if not run.accumulating" if self._may_follow else "into a hook, dt.every(1, …)"
         if not micro.is_last:
             raise DrivetrainError(
                 "the loop has changed weights before the step was over, whose other batches would have gradients of "
@@ -928,7 +963,9 @@ class WeightWatch:
         self._say(f"  loop       it changes weights beside the optimizer. If that is not meant: {remedy}")
 
     def end(self, micro: MicroBatch) -> None:
-        """Count a step, once its last batch is over."""
+        """Look at what the loop did after `run.step()`, and count a step, once its last batch is over."""
+        if not (micro.is_last and self._may_follow):
+            self.check(micro)
         self._num_left = max(0, self._num_left - micro.is_last)
 
 

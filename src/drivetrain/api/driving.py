@@ -59,6 +59,7 @@ from drivetrain.core.optimizers import (
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.processes import stopping_cleanly, written_first
 from drivetrain.core.schedules import Constant, Schedule
+from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Place
 from drivetrain.job import OTHER_NAMES, Job, LossFunction
@@ -282,11 +283,13 @@ class Drive(DrivenProgress):
         self.model: Any = parts.model if driven.called_model is None else driven.called_model
         self._plain, self._optimizer = parts.model, parts.optimizer
         trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
-        self._gradients = GradientWatch(trained, scales_loss=session.precision.scales_loss)
-        self._weights = WeightWatch(trained, driven.recorder.say)
+        scales_loss, has_turns = session.precision.scales_loss, self._turns is not None
+        alike = World() if session.holds_parts else session.world  # the processes that hold the same gradients
+        self._gradients = GradientWatch(trained, scales_loss=scales_loss, world=alike)
+        self._weights = WeightWatch(trained, driven.recorder.say, may_follow=driven.puts_off_saves)
         is_called = driven.called_model is None
         self._division = DivisionWatch(session, parts.model, driven.recorder.say, is_called=is_called)
-        self._watch = LoopWatch(self, driven, has_turns=self._turns is not None)
+        self._watch = LoopWatch(self, driven, has_turns=has_turns)
         self._shares_buffers = session.world.size > 1 and session.config.distributed.broadcast_buffers
         self._around_forward = around_forward(parts.given)
         self._apart = ExitStack()  # the contexts around the forward of a batch that does not count
@@ -413,6 +416,8 @@ class Drive(DrivenProgress):
             self._in_turn.close()
             self._is_stepping = False
         if micro.is_last and self._is_last_turn:
+            if closure is None and self._turns is None:
+                self._gradients.compare()
             self._check_rates()
             self._is_stepping = True
             stepped = None if closure is None else partial(self._stepped_with, closure, begun)
@@ -529,11 +534,10 @@ class Drive(DrivenProgress):
             self._logged = {}
             collect_into(self._logged)
             self._enter_forward()
-            self._gradients.begin()
+            self._gradients.begin(micro)
             with self._watch.around_body(place, batch):
                 yield batch
             self._check_body()
-            self._weights.check(micro)
             self._weights.end(micro)
 
     def _check_body(self) -> None:
