@@ -935,3 +935,85 @@ def test_a_loop_whose_divided_steps_are_not_the_whole_ones_is_told(
         told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  loss ")]
         assert len(told) == is_told
         assert expected.get(kind, "") in "".join(told) or not is_told
+
+
+class Langevin(torch.optim.SGD):
+    """Adds noise to the weights, as the dynamics of Langevin do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(0.01 * torch.randn_like(parameter))
+        return result
+
+
+def noised(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that adds noise to whole gradients, as private training does."""
+    optimizer = sgd(parameters)
+
+    def add_noise(of: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in of.param_groups[0]["params"]:
+            parameter.grad.add_(0.01 * torch.randn_like(parameter))
+
+    optimizer.register_step_pre_hook(add_noise)
+    return optimizer
+
+
+def make_dropping() -> nn.Sequential:
+    return nn.Sequential(nn.Dropout(0.3), make_model())
+
+
+def own_weights(folder: str, way: str, micro_batch: int, *, drops: bool, last: int = STEPS) -> dict[str, Tensor]:
+    """Return the weights of this rank itself after training with noise; those of others may have come apart."""
+    make_optimizer = noised if way == "drive, a hook" else lambda parameters: Langevin(parameters, lr=0.1)
+    make = make_dropping if drops else make_model
+    seen: dict[str, Tensor] = {}
+
+    def see(context: Any) -> dt.Verdict:
+        seen.update({name: value.clone() for name, value in context.model.state_dict().items()})
+        return dt.Verdict(save=True)
+
+    settings = {"device": "cpu", "precision": "fp32", "num_workers": 0, "auto_optimize": False, "report": False}
+    config = configure(output_dir=folder, batch_size=micro_batch, **settings)
+    if way == "train":
+        train(job_of(model=make, optimizer=make_optimizer, hooks=[dt.every(1, see)]), config=config)
+        return seen
+    model = make()
+    going = dt.drive(
+        model,
+        make_optimizer(list(model.parameters())),
+        TensorDataset(INPUTS, LABELS),
+        name="habit",
+        global_batch=BATCH,
+        max_steps=STEPS,
+        seed=SEED,
+        config=config,
+    )
+    for batch in going:
+        going.backward(cross_entropy(model, batch))
+        going.step()
+        if going.steps == last:
+            break
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("way", ["train", "drive", "drive, a hook"])
+def test_noise_of_an_optimizer_is_the_same_on_all_processes(tmp_path: Path, gloo_pool: GlooPool, way: str) -> None:
+    """Each process drew its own, so that their models came apart, and rank 0 saved its own one."""
+    alone = own_weights(str(tmp_path / "alone"), way, BATCH, drops=False)
+    assert_same(own_weights(str(tmp_path / "divided"), way, 3, drops=False), alone)
+    for weights in gloo_pool.run(own_weights_with, str(tmp_path / "two"), way, False, world=2):
+        assert_same(weights, alone)
+    first, second = gloo_pool.run(own_weights_with, str(tmp_path / "drops"), way, True, world=2)
+    assert_same(first, second)
+
+
+def own_weights_with(folder: str, way: str, drops: bool) -> dict[str, Tensor]:
+    return own_weights(folder, way, 3, drops=drops)
+
+
+def test_noise_of_an_optimizer_goes_on(tmp_path: Path) -> None:
+    whole = own_weights(str(tmp_path / "whole"), "drive", 3, drops=True)
+    own_weights(str(tmp_path / "broken"), "drive", 3, drops=True, last=3)
+    assert_same(own_weights(str(tmp_path / "broken"), "drive", 3, drops=True), whole)

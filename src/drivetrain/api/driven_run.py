@@ -200,7 +200,10 @@ class DrivenRun:
                 "batch normalization does not follow. Call run.model.train() after evaluating"
             )
         self._is_whole = False
-        return self.parts.strategy.step(self.trainer.flags) if stepped is None else stepped()
+        if stepped is not None:
+            return stepped()
+        self.stepper.seed_update()
+        return self.parts.strategy.step(self.trainer.flags)
 
     def settle(self, begun: Begun, outcome: StepOutcome) -> None:
         """Do what follows a step: records, validations, hooks and checkpoints that are due."""
@@ -568,6 +571,7 @@ def step_with(
             parts.evaluation.keep = None
         for parameter, gradient in zip(parts.trained, gradients, strict=True):
             parameter.grad = gradient
+        driven.stepper.seed_update()
         return _loss_of(outcomes[-1], begun.place.step)
 
     if wants_gradients_first(optimizer):

@@ -412,6 +412,7 @@ class Drive(DrivenProgress):
             self._session.step_log.add(self._logged, micro.num_samples)
         if micro.is_last and self._turns is not None:
             self._is_stepping = True
+            self._stepper.seed_update()
             self._driven.end_turn()
             self._in_turn.close()
             self._is_stepping = False

@@ -214,6 +214,15 @@ def step_hooks_of(optimizer: Optimizer) -> list[Callable[..., Any]]:
     ]
 
 
+def may_draw(optimizer: Optimizer) -> bool:
+    """Return whether a step of the optimizer may draw random numbers, as Langevin dynamics do, or its hooks may.
+
+    No optimizer of torch or Drivetrain does.
+    """
+    makers = [type(member).__module__ for member in members_of(optimizer).values()]
+    return bool(step_hooks_of(optimizer)) or not all(it.startswith(("torch.optim.", "drivetrain.")) for it in makers)
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's step requires a closure that computes the loss, as far as can be detected."""
     if wants_gradients_first(optimizer):

@@ -30,6 +30,8 @@ def _generator_of(device: torch.device) -> torch.Generator | None:
 class Stepper:
     """Runs steps. What the model draws at random is keyed by (seed, step, turn, rank, micro-step), and so is not saved.
 
+    What an optimizer draws is keyed by (seed, step, turn): copies of the model have to move alike on all ranks.
+
     Generators are set only for models that were seen to draw from them (`draws`): setting all three costs some 50 µs of
     a step, since the step before has taken everything out of the cache.
     """
@@ -42,14 +44,30 @@ class Stepper:
         seed: int,
         *,
         draws: Draws = DRAWS_FROM_ALL,
+        update_key: Callable[[], int | None] = lambda: None,
         before_micro_step: Callable[[Any], None] | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
+        """Prepare to run steps.
+
+        Args:
+            strategy: How a step is run.
+            objective: What the strategy made for the forward.
+            world: The ranks.
+            seed: The job's seed.
+            draws: The generators that the model was seen to draw from.
+            update_key: Returns the key of what the optimizer draws, before its first step; None: it draws nothing.
+            before_micro_step: Called with each batch.
+            clock: Measures the phases of a step.
+        """
         self.clock = clock or NoClock()
         self.why_not = ""  # why steps are not captured (any more), if capture was asked for
         self._strategy, self._objective, self._world = strategy, objective, world
         self._turns = strategy if isinstance(strategy, TurnsStrategy) else None
         self._key = key_of(seed, world.rank)
+        self._find_update_key: Callable[[], int | None] | None = update_key
+        self._update_key: int | None = None
+        self._now = 0, 0  # the step and the turn
         self._draws = draws
         self._seeds = draws.python or draws.torch
         # To a GPU, the feed has told the wait for the data; since then it was the copy that had to be waited for.
@@ -85,15 +103,30 @@ class Stepper:
             with strategy.taking(turn, stop):
                 for micro in micro_batches:
                     self.forward_backward(self.begin(place, micro, turn), place, micro)
+                self.seed_update()
         return self.end(stop)
 
     def end(self, stop: float) -> StepOutcome:
         """Run the strategy's step after the last micro-step."""
         self.is_moving = True
+        self.seed_update()
         outcome = self._strategy.step(stop)
         self.is_moving = False
         self.clock.lap(OPTIMIZER)
         return outcome
+
+    def seed_update(self) -> None:
+        """Set the generators for the optimizer's step, if it may draw from them."""
+        find, self._find_update_key = self._find_update_key, None
+        if find is not None:
+            self._update_key = find()
+        if self._update_key is None:
+            return
+        step, turn = self._now
+        key = mix(self._update_key + step * _STEP + turn * _TURN)
+        seed_all(key)
+        if self._generator is not None:
+            self._generator.manual_seed(key >> 1)
 
     @property
     def may_go_on(self) -> bool:
@@ -117,6 +150,7 @@ class Stepper:
     def begin(self, place: Place, micro: MicroBatch, turn: int = 0) -> Any:
         """Return the data of a micro-step, which the feed copied to the device, with the generators set for it."""
         self.clock.lap(self._arrives)
+        self._now = place.step, turn
         if self._seeds:
             self._seed_model(self._key_of(place.step, micro.number, turn))
         if self._before_micro_step is not None:

@@ -23,13 +23,13 @@ from drivetrain.core.goodput import start_marks
 from drivetrain.core.hook import StepContext, settlement_of
 from drivetrain.core.isolation import buffers_kept, is_out_of_memory, model_kept, untouched
 from drivetrain.core.metrics import logging_loss
-from drivetrain.core.optimizers import LossByTurn, Turn
+from drivetrain.core.optimizers import LossByTurn, Turn, may_draw
 from drivetrain.core.run_folder import read_fork
 from drivetrain.core.state import ParameterWatch
 from drivetrain.core.value import format_count
 from drivetrain.core.world import World
 from drivetrain.data.batch import note_one_sample, to_device
-from drivetrain.data.division import Division, Position
+from drivetrain.data.division import Division, Position, key_of
 from drivetrain.data.feed import ResidentFeed, feed_for
 from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Columns, Draws, what_draws
 from drivetrain.data.loader import Loader, MicroBatch
@@ -540,12 +540,27 @@ def make_stepper(
         return captured
     check = run.device_check(parts.model)
     stepper = Stepper(
-        parts.strategy, parts.objective, world, seed, draws=parts.draws, before_micro_step=check, clock=clock
+        parts.strategy,
+        parts.objective,
+        world,
+        seed,
+        draws=parts.draws,
+        update_key=partial(_update_key, parts.optimizer, seed, world.rank if run.holds_parts else 0),
+        before_micro_step=check,
+        clock=clock,
     )
     if loader is not None and parts.given.loss_parts.can_count_ahead:
         loader.count_ahead = parts.given.loss_parts.count_ahead
     stepper.compiled_sizes = sizes
     return stepper
+
+
+_UPDATE = 0x0B7  # apart from the keys of what models draw
+
+
+def _update_key(optimizer: Optimizer, seed: int, part: int) -> int | None:
+    """Return the key of what an optimizer draws for a part of the weights; None if it draws nothing."""
+    return key_of(seed, part, _UPDATE) if may_draw(optimizer) else None
 
 
 def _compiled_sizes(run: Session, loader: Loader) -> Container[int] | None:
