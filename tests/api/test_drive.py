@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import drivetrain as dt
 from drivetrain.api.driven_run import DrivenRun
 from drivetrain.api.driving import Drive, drive
+from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.job import _groups
@@ -560,6 +561,34 @@ def test_left_with_a_held_iterator(tmp_path: Path) -> None:
     again.close()
 
 
+HELD = """
+import torch
+import drivetrain as dt
+
+model = torch.nn.Linear(2, 1)
+config = dt.configure(gpu_mode="cpu", report=False)
+run = dt.drive(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(24, 2), name="held", global_batch=4,
+               epochs=1, config=config)
+batches = iter(run)
+while run.steps < 6:
+    run.backward(model(next(batches)).square().mean())
+    run.step()
+    with torch.no_grad():
+        model.weight.clamp_(-0.1, 0.1)
+"""
+
+
+def test_a_script_that_holds_the_iterator_at_its_end(tmp_path: Path) -> None:
+    """Loops that call `next` never come to the end of their run: it had no last checkpoint, and was not finished."""
+    (tmp_path / "held.py").write_text(HELD)
+    done = warm_python.run(["held.py"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ignored" not in done.stderr
+    run = tmp_path / "runs" / "held"
+    assert (run / "finished.json").exists()
+    assert Checkpoint.open(run / "checkpoints" / "step-00000006").read("model/weight").abs().max() <= 0.1
+
+
 # Errors in words
 
 
@@ -705,6 +734,7 @@ WRONG: dict[str, tuple[Callable[[Drive], None], str]] = {
     "a scheduler of one's own": (body(last=change_rate), "learning rate was changed"),
     "a scheduler of torch": (body(first=make_scheduler, last=step_scheduler), "learning rate was changed"),
     "another group": (body(last=add_group), "changed the optimizer.s groups: there were 2"),
+    "next(run)": (body(first=lambda going, batch: next(going)), "a run is no iterator"),
     "another iteration": (body(first=lambda going, batch: next(iter(going))), "iterated over once"),
 }
 
@@ -1146,8 +1176,9 @@ def test_what_other_trainers_call_a_part_of_a_run(tmp_path: Path) -> None:
 
 def test_the_optimizer_of_another_model(tmp_path: Path) -> None:
     other = torch.optim.SGD(make_model(Variant()).parameters(), lr=0.1)
-    with pytest.raises(DrivetrainError, match=r"a parameter of shape .* that the model does not have"):
+    with pytest.raises(DrivetrainError, match=r"a parameter of shape .* that the model does not have") as caught:
         start(str(tmp_path), Variant(steps=2), optimizer=other)
+    assert "give the module that has it to the run, too" in caught.value.remedy
 
 
 def test_static_graph_is_refused(tmp_path: Path) -> None:

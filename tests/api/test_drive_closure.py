@@ -261,6 +261,14 @@ def test_mistakes(tmp_path: Path) -> None:
         looped(tmp_path / "usual", as_usual)
     assert "run.step(lambda batch" in raised.value.remedy
 
+    def twice(run: Any, batch: Any) -> None:
+        """As the two backwards of SAM are written."""
+        run.backward(vector_loss(run.model, batch))
+        run.backward(vector_loss(run.model, batch))
+
+    with pytest.raises(dt.DrivetrainError, match="needs a closure"):
+        looped(tmp_path / "twice", twice)
+
     def both(run: Any, batch: Any) -> None:
         run.backward(vector_loss(run.model, batch))
         run.step(lambda batch: vector_loss(run.model, batch))

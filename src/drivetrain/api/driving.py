@@ -6,6 +6,9 @@ for batch in run:
     run.step()
 """
 
+import atexit
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -53,6 +56,7 @@ from drivetrain.core.metrics import (
 from drivetrain.core.optimizers import (
     GivenOptimizer,
     Optim,
+    closure_error,
     members_of,
     needs_closure,
 )
@@ -336,9 +340,18 @@ class Drive(DrivenProgress):
                 "a run is iterated over once; it goes through all its epochs by itself",
                 remedy="write one loop; run.epoch and run.ends_epoch tell where it is",
             )
+        self._process = os.getpid()
+        _OPEN.add(self)
         batches = self._batches()
         self._iterator = weakref.ref(batches)  # weak: a loop that was left shows by the iterator being freed
         return batches
+
+    def __next__(self) -> Any:
+        """Raise: an iterator that the run kept itself would not show that its loop was left."""
+        raise DrivetrainError(
+            "next(run) was called, and a run is no iterator",
+            remedy="write `for batch in run:`; or `batches = iter(run)` once, and then next(batches)",
+        )
 
     def backward(self, loss: Tensor | LossSum | NamedLosses) -> None:
         """Run the backward of a batch's loss: a mean over its samples, a `LossSum`, or a dictionary of named parts.
@@ -349,6 +362,8 @@ class Drive(DrivenProgress):
         """
         micro, begun = self._micro, self._begun
         self._refuse_replaced()
+        if self._is_learned and needs_closure(self._optimizer):
+            raise closure_error(self._optimizer)
         if micro is None or begun is None or self._is_learned:
             raise DrivetrainError(
                 "run.backward() was called twice for one batch, or outside the loop",
@@ -495,6 +510,7 @@ class Drive(DrivenProgress):
                     raise
             finally:
                 self._is_over = True
+                _OPEN.discard(self)
         if self.finished and self.world.is_main and self._session.config.watch.report:
             with written_first(driven.recorder.say):
                 for problem in write_report(self.folder, always_draws=draws_always(self._session)):
@@ -606,6 +622,20 @@ class Drive(DrivenProgress):
             raise DrivetrainError(
                 "optimizer.step() was called by the loop", remedy="call run.step(), which knows when it is due"
             )
+
+
+_OPEN = weakref.WeakSet[Drive]()  # whose loop has begun, and is not over
+
+
+def _close_at_exit() -> None:
+    """Close the runs whose iterator is still held, as in a script that calls `next`: Python drops it too late."""
+    for run in list(_OPEN):
+        if run._process == os.getpid():  # not in a process that was forked from it
+            run.close()
+
+
+# Before Python ends the threads that save and copy; what `atexit` calls comes after that.
+getattr(threading, "_register_atexit", atexit.register)(_close_at_exit)
 
 
 def _make_way(of: weakref.ref[Drive]) -> None:

@@ -354,7 +354,8 @@ def parameter_names(model: nn.Module, optimizer: Optimizer, owners: Mapping[Tens
             if parameter not in names:
                 raise DrivetrainError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have",
-                    remedy="make the optimizer from the parameters it is called with",
+                    remedy="make the optimizer from the parameters it is called with; for dt.drive, give the module "
+                    'that has it to the run, too, by name: {"model": model, "loss": loss}',
                 )
     return names
 
