@@ -316,3 +316,37 @@ def test_a_metric_object_has_to_collect_what_all_ranks_have_seen(tmp_path: Path,
     assert gloo_pool.run(ranked, str(tmp_path / "together"), True, world=2) == pytest.approx([alone, alone])
     with pytest.raises(Exception, match="add up what all ranks have seen"):
         gloo_pool.run(ranked, str(tmp_path / "apart"), False, world=2)
+
+
+class Detector(nn.Module):
+    """Returns losses where it is trained, and what it found otherwise, as torchvision's detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        output = self.layers(inputs)
+        return {"classes": functional.cross_entropy(output, labels)} if self.training else list(output)
+
+
+def summed(model: Any, batch: Any) -> Any:
+    found = model(*batch)
+    return sum(found.values()) if isinstance(found, dict) else found
+
+
+def summed_in_training(model: Any, batch: Any) -> Any:
+    was_training = model.training
+    model.train()
+    losses = model(*batch)
+    model.train(was_training)
+    return sum(losses.values())
+
+
+def test_a_model_without_losses_in_evaluation_mode(tmp_path: Path) -> None:
+    config = dt.configure(output_dir=tmp_path, gpu_mode="cpu", report=False)
+    with pytest.raises(dt.DrivetrainError, match="'loss' returned list") as caught:
+        dt.train(job_of(model=Detector, loss=summed, metrics={}), config, quiet=True)
+    assert "call model.train() first" in caught.value.remedy
+    job = job_of(model=Detector, loss=summed_in_training, metrics={}, name="mended")
+    assert dt.train(job, config, quiet=True).metrics["valid_loss"] > 0

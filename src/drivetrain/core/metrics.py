@@ -250,6 +250,16 @@ class Counted(NamedTuple):
     num_items: int | float
 
 
+_OF_A_METRIC = (
+    "return a tensor (a mean over the batch, or an entry per item), or dt.LossSum(sum, count); for a figure of the "
+    "whole set, such as AUC, an object with update(output, target), compute() and reset()"
+)
+_IN_EVALUATION = (
+    "validation calls the loss with the model in evaluation mode; where the model returns no losses then, as detectors "
+    "do, have the loss call model.train() first, and model.train(was_training) at its end"
+)
+
+
 class Tally:
     """Accumulates one metric on one rank. Adds on the device, so that the host does not wait for each batch."""
 
@@ -272,8 +282,7 @@ class Tally:
         elif not isinstance(value, Tensor):
             raise DrivetrainError(
                 f"the metric {self._name!r} returned {type(value).__name__}, expected a tensor or a LossSum",
-                remedy="return a tensor (a mean over the batch, or an entry per item), or dt.LossSum(sum, count); for "
-                "a figure of the whole set, such as AUC, an object with update(output, target), compute() and reset()",
+                remedy=_IN_EVALUATION if self._name == "loss" else _OF_A_METRIC,
             )
         elif value.dim() or not value.is_floating_point():
             total, count = value.detach(), value.numel()
