@@ -160,6 +160,7 @@ class Every:
         ({"data": Vectors}, "expected a Dataset, got the class Vectors"),
         ({"data": lambda: Vectors(SMALL)}, "expected a Dataset, got a function"),
         ({"data": Path("images")}, "expected a Dataset, got PosixPath"),
+        ({"data": {"labeled": Vectors(SMALL), "other": Vectors(SMALL)}}, "whose items have a part of each"),
         ({"valid": Vectors(SMALL), "metrics": [vector_loss]}, "got list, expected a dictionary"),
         ({"valid": Vectors(SMALL), "metrics": {"accuracy": lambda output: 1}}, r"the function takes \(output\)"),
         ({"valid": Vectors(SMALL), "best": "accuracy"}, r"best=dt.Aim\("),

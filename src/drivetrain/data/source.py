@@ -171,6 +171,13 @@ def _notes_on_iterating(data: Any) -> Iterable[str]:
         yield f"{why}: a resumed run reads again, without training, what the epoch has had so far"
 
 
+_LIST = "make it a tensor, or give a list of items"
+_BOTH = (
+    "make it a tensor. To train on several data sets at once, make one whose items have a part of each: "
+    "__getitem__(i) returns (first[i], second[i % len(second)])"
+)
+
+
 def _columns(data: Mapping[Any, Any]) -> Columns:
     if not data:
         raise DrivetrainError("the data set is empty", remedy="check the path or the filter it was made with")
@@ -179,7 +186,7 @@ def _columns(data: Mapping[Any, Any]) -> Columns:
         if not isinstance(value, (Tensor, np.ndarray)) or value.ndim == 0:
             raise DrivetrainError(
                 f"expected a dictionary of tensors or arrays of equal length, got {type(value).__name__} for {name!r}",
-                remedy="make it a tensor, or give a list of items",
+                remedy=_BOTH if hasattr(value, "__getitem__") or isinstance(value, DataLoader) else _LIST,
             )
         try:
             tensors[str(name)] = torch.as_tensor(value)
