@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 
 import drivetrain as dt
+from drivetrain.api.driving import Drive
 from drivetrain.api.loop_checks import _Outputs
 
 LENGTHS = torch.tensor([3, 5, 2, 4, 1, 5, 5, 2, 3, 1, 4, 2, 5, 1, 2, 3])
@@ -134,3 +135,76 @@ def test_looking_changes_no_bit_and_leaves_no_hook(tmp_path: Path, monkeypatch: 
     outputs.close()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+# What loops do for the sake of another trainer
+
+
+def driven(folder: Path, model: nn.Module, micro_batch: int = 4) -> Drive:
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD([it for it in model.parameters() if it.requires_grad], lr=0.1)
+    config = dt.configure(output_dir=folder, gpu_mode="cpu", report=False, batch_size=micro_batch)
+    return dt.drive(model, optimizer, torch.randn(48, 5), name="divided", global_batch=8, epochs=1, config=config)
+
+
+@pytest.mark.parametrize(("micro_batch", "once"), [(4, False), (4, True), (8, False)])
+def test_a_teacher_that_is_moved_with_each_batch_is_told(
+    tmp_path: Path, micro_batch: int, once: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.ModuleDict({"student": nn.Linear(5, 5), "teacher": nn.Linear(5, 5).requires_grad_(False)})
+    run = driven(tmp_path, model, micro_batch)
+    for batch in run:
+        run.backward(functional.mse_loss(model["student"](batch), model["teacher"](batch)))
+        run.step()
+        if not (once and run.accumulating):
+            for ours, theirs in zip(model["teacher"].parameters(), model["student"].parameters(), strict=True):
+                ours.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+    told = [line for line in capsys.readouterr().out.splitlines() if "after each batch of a step" in line]
+    assert len(told) == (micro_batch == 4 and not once)
+    assert all("teacher.weight" in line for line in told)
+
+
+class Arguments:
+    accum_iter = 2
+    one_accumulated = 1
+
+
+@pytest.mark.parametrize("name", ["accum_iter", "one_accumulated"])
+def test_a_loss_that_is_divided_to_accumulate_is_told(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args, run, logged = Arguments(), driven(tmp_path, model := nn.Linear(5, 5)), 0.0
+    if name == "accum_iter":
+        for batch in run:
+            loss = functional.mse_loss(model(batch), batch)
+            loss /= args.accum_iter
+            run.backward(loss)
+            run.step()
+    else:
+        for batch in run:
+            loss = functional.mse_loss(model(batch), batch)
+            logged += loss.item() / args.accum_iter  # not what is learned from
+            run.backward(loss / args.one_accumulated)
+            run.step()
+    told = [line for line in capsys.readouterr().out.splitlines() if "as if to accumulate gradients" in line]
+    assert len(told) == (name == "accum_iter")
+    assert all("args.accum_iter" in line for line in told)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaled_loss_is_refused(tmp_path: Path, enabled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    run = driven(tmp_path, model := nn.Linear(5, 5))
+
+    def train() -> int:
+        for batch in run:
+            run.backward(scaler.scale(functional.mse_loss(model(batch), batch)))
+            run.step()
+        return run.steps
+
+    if not enabled:
+        assert train() == 6
+        return
+    with pytest.raises(dt.DrivetrainError, match="scales its loss with scaler") as caught:
+        train()
+    assert "--precision fp16" in caught.value.remedy

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from drivetrain.api.loop_checks import CarriedNames, carried_variables
+from drivetrain.api.loop_checks import COUPLED, CarriedNames, carried_variables, value_of
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
 from drivetrain.core.errors import BadResumeError, DrivetrainError
 from drivetrain.core.hook import StepContext
@@ -718,10 +718,30 @@ class LoopWatch:
         sets_epoch = hasattr(driven.loader.source.dataset, "set_epoch")
         self._data = None if sets_epoch or driven.has_hooks else DataWatch(driven.loader)
         self._carried_names: CarriedNames | None = None  # once the source of the loop was read
+        self._is_accumulating = False  # after `run.step()`, which did nothing
+        self._has_told_of_each_batch = False
         self._saved_as = "as it is when the loop asks for its next batch"
         if not driven.puts_off_saves:
             self._saved_as = "as hooks leave it: change it in one, dt.every(1, …)"
         self._told = set[str]()
+        self._beside, self._beside_watch = _beside_training(driven), KeptWatch(nn.Module())
+
+    def stepped(self, *, is_due: bool) -> None:
+        """Look at what is not trained, where `run.step()` has let the loop go on with more batches of the step."""
+        if self._beside and not is_due and self._num_steps <= COUNTED_STEPS:
+            self._beside_watch.look_at(self._beside)
+            self._is_accumulating = True
+
+    def _tell_of_each_batch(self) -> None:
+        """Tell if the loop changes a teacher, say, with each batch that it gets, and not with each step."""
+        self._is_accumulating = False
+        names = self._beside_watch.look_at(self._beside)
+        if names and not self._has_told_of_each_batch:
+            self._has_told_of_each_batch = True
+            self._say(
+                f"  loop       it changes {', '.join(names[:3])}{', …' if names[3:] else ''} after each batch of a "
+                f"step, {COUPLED}. Do it once for each step: if not run.accumulating: …"
+            )
 
     def look(self, place: Place) -> None:
         """Look at the variables of the loop before a step, if it is time. Called by the generator of its batches.
@@ -780,6 +800,8 @@ class LoopWatch:
         is_time = place.ends_epoch or place.start == 0 or self._num_steps <= COUNTED_STEPS
         attributes = self._data.attributes() if self._data is not None and is_time else {}
         yield
+        if self._is_accumulating:
+            self._tell_of_each_batch()
         if versions != [tensor._version for tensor in tensors]:
             raise DrivetrainError(
                 "the loop has changed its batch in place, and gets the same batch in each turn",
@@ -794,9 +816,24 @@ class LoopWatch:
         found |= {f"self.{name}": it for name, it in getattr(found.get("self"), "__dict__", {}).items()}
         if self._carried_names is None:
             self._carried_names = carried_variables(frame, [name for name, it in found.items() if it is self._run])
+            self._judge_leftovers(self._carried_names, found)
         names = [*self._carried_names.into_loss, *self._carried_names.into_choices]
         shown = {name: self._shown(found.get(name)) for name in names}
         return {name: value for name, value in shown.items() if value is not None}
+
+    def _judge_leftovers(self, names: CarriedNames, found: Mapping[str, Any]) -> None:
+        """Tell of what the loop does to its loss for the sake of another trainer, or raise."""
+        if any(getattr(value_of(name, found), "is_enabled", lambda: False)() for name in names.scalers):
+            raise DrivetrainError(
+                f"the loop scales its loss with {names.scalers[0]}, and nothing would undo that",
+                remedy="leave the GradScaler out: run.backward(loss); --precision fp16 scales by itself",
+            )
+        for name in names.divisors:
+            if value_of(name, found) != 1:
+                self._say(
+                    f"  loss       the loop divides it by {name}, as if to accumulate gradients, which makes gradients "
+                    "smaller by that. Leave it out: run.backward weights each batch by its part of the step"
+                )
 
     def _shown(self, value: Any) -> Any:
         if value is self._run or getattr(value, "gi_running", False) or isinstance(value, _SAVED):
@@ -818,6 +855,15 @@ class LoopWatch:
                 f"  loop       {', '.join(new[:3])} {change} with the steps, and no checkpoint holds {them}: a resumed "
                 f"run begins anew with {them}. {remedy}"
             )
+
+
+def _beside_training(driven: DrivenRun) -> dict[str, Tensor]:
+    """Return the weights of the model that no optimizer holds, and its buffers; nothing where they are in parts."""
+    if not driven.puts_off_saves:
+        return {}
+    trained = {id(parameter) for parameter in driven.parts.given.trained}
+    model = driven.parts.model
+    return {name: it for name, it in (*model.named_parameters(), *model.named_buffers()) if id(it) not in trained}
 
 
 class GradientWatch:

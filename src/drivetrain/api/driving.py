@@ -425,6 +425,7 @@ class Drive(DrivenProgress):
             self._kept.append(micro)
         elif self._logged and micro.weight:
             self._session.step_log.add(self._logged, micro.num_samples)
+        self._watch.stepped(is_due=micro.is_last)
         if micro.is_last and self._turns is not None:
             self._is_stepping = True
             self._stepper.seed_update()

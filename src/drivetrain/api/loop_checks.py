@@ -33,6 +33,7 @@ from drivetrain.run.model_factory import couples_samples
 
 _ENDS = (ast.Continue, ast.Break, ast.Return, ast.Raise)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _SAVING = ("export", "save", "save_checkpoint", "save_file", "save_model", "save_pretrained", "save_weights", "dump")
 
@@ -42,6 +43,8 @@ class CarriedNames(NamedTuple):
 
     into_loss: Sequence[str] = ()
     into_choices: Sequence[str] = ()  # whether to save a file, or to end the loop, and not into the loss
+    divisors: Sequence[str] = ()  # numbers of batches to accumulate, by which the loss is divided
+    scalers: Sequence[str] = ()  # objects whose `scale` the loss goes through
 
 
 def carried_variables(frame: FrameType, is_run: Sequence[str]) -> CarriedNames:
@@ -59,9 +62,19 @@ def carried_variables(frame: FrameType, is_run: Sequence[str]) -> CarriedNames:
             return CarriedNames()
         into_loss = _carried(loop, set(is_run))
         others = _carried(loop, set(is_run), _choices(loop))
-        return CarriedNames(into_loss, [name for name in others if name not in into_loss])
+        into_choices = [name for name in others if name not in into_loss]
+        return CarriedNames(into_loss, into_choices, *_leftovers(loop, set(is_run)))
     except Exception:  # noqa: BLE001  (it is advice: whatever the source is, the loop goes on)
         return CarriedNames()
+
+
+def value_of(name: str, found: Mapping[str, Any]) -> Any:
+    """Return what a name with dots means among variables; None where that cannot be told."""
+    first, *others = name.split(".")
+    value = found.get(first)
+    for attribute in others:
+        value = getattr(value, attribute, None)
+    return value
 
 
 class _AttributesOfSelf(ast.NodeTransformer):
@@ -187,6 +200,25 @@ def _needed(loop: ast.AST, is_run: set[str], choices: Sequence[ast.AST] = ()) ->
         needed |= more
 
 
+def _leftovers(loop: ast.AST, is_run: set[str]) -> tuple[list[str], list[str]]:
+    """Return by what the loss is divided so that gradients are accumulated, and whose `scale` it goes through."""
+    needed = _needed(loop, is_run) - is_run
+    divisors, scalers = dict[str, None](), dict[str, None]()
+    for node in ast.walk(loop):
+        is_assigned = isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and needed.intersection(
+            _changed(node)
+        )
+        is_given = isinstance(node, ast.Call) and is_run.intersection(_root(node.func)) and _teaches(node.func)
+        for part in ast.walk(node) if is_assigned or is_given else ():
+            if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div):
+                divisors[ast.unparse(part.right)] = None
+            elif isinstance(part, ast.AugAssign) and isinstance(part.op, ast.Div):
+                divisors[ast.unparse(part.value)] = None
+            elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "scale":
+                scalers[ast.unparse(part.func.value)] = None
+    return [name for name in divisors if "accum" in name.lower()], list(scalers)
+
+
 def _teaches(method: ast.expr) -> bool:
     """Return whether a method of the run changes what is learned: what is logged or exported does not."""
     return isinstance(method, ast.Attribute) and method.attr in ("backward", "step", "stop")
@@ -268,7 +300,7 @@ class _Flow:
 _MOST_CALLS = 3  # of the model for a batch: two views or towers, an anchor with two others
 _MOST_VALUES = 4_000_000  # of an output: that of embeddings, not the logits of a vocabulary
 _MOST_NODES = 2000  # of a graph, between the loss and the outputs
-_COUPLED = "so what is learned depends on how many batches a step is divided into"
+COUPLED = "so what is learned depends on how many batches a step is divided into"
 
 
 class DivisionWatch:
@@ -319,7 +351,7 @@ class DivisionWatch:
         changed = self._changed_buffers()
         if changed:
             lines["buffers"] = (
-                f"each forward pass changes {', '.join(changed[:3])}{', …' if changed[3:] else ''}, {_COUPLED}. Keep a "
+                f"each forward pass changes {', '.join(changed[:3])}{', …' if changed[3:] else ''}, {COUPLED}. Keep a "
                 "step in one batch (--batch-size), or change it once per step in a hook, dt.every(1, …)"
             )
         lines |= self._about_loss(micro, loss, is_first=is_first)
@@ -365,7 +397,7 @@ class DivisionWatch:
         if self._outputs is not None and isinstance(total, Tensor) and self._outputs.meet_in(total, micro.num_samples):
             found["coupled"] = (
                 f"it compares the samples of a batch with each other, as contrastive losses and roots of a mean do, "
-                f"{_COUPLED}. Keep a step in one batch, on one process: --batch-size as large as the global batch"
+                f"{COUPLED}. Keep a step in one batch, on one process: --batch-size as large as the global batch"
             )
         return found
 
