@@ -85,6 +85,37 @@ def driven(folder: str, micro_batch: int, settings: dict[str, Any]) -> Any:
     return looped(folder, micro_batch, settings=settings)
 
 
+@pytest.mark.parametrize("micro_batch", [14, 4])
+def test_a_turn_of_every_third_step_equals_the_plain_loop(tmp_path: Path, micro_batch: int) -> None:
+    """A critic that is trained more often than its generator; resumed, too."""
+    losses, weights = plain_gan(every=3, clips=False)
+    run = begun(str(tmp_path), micro_batch, turns={"g": 3}, checkpoint_every=1)
+    parts, expected, got = Parts(run.model), len(run), 0
+    for batch in run:
+        got += 1
+        run.backward(loss_d(parts, batch) if run.turn == "d" else loss_g(parts, batch))
+        run.step()
+    assert got == expected
+    rows, state = records_of(run.folder), state_of(run.folder)
+    assert [row["loss_d"] for row in rows] == pytest.approx([loss for loss, _ in losses], abs=1e-10)
+    found = [row["loss_g"] for row in rows if row.get("loss_g") is not None]
+    assert found == pytest.approx([loss for _, loss in losses if loss is not None], abs=1e-10)
+    for key, value in weights.items():
+        torch.testing.assert_close(state[f"model/{key}"], value, rtol=0, atol=1e-10)
+
+    again = begun(str(tmp_path / "again"), micro_batch, turns={"g": 3}, checkpoint_every=1)
+    parts = Parts(again.model)
+    for batch in again:
+        if again.steps == 4:
+            break
+        again.backward(loss_d(parts, batch) if again.turn == "d" else loss_g(parts, batch))
+        again.step()
+    del again
+    _, resumed, resumed_from = looped(str(tmp_path / "again"), micro_batch, turns={"g": 3}, checkpoint_every=1)
+    assert resumed_from == 4
+    assert all(torch.equal(value, state[key]) for key, value in resumed.items())
+
+
 def test_left_in_the_middle_of_a_step_and_resumed(tmp_path: Path) -> None:
     _, whole, _ = looped(str(tmp_path / "whole"), 14, checkpoint_every=3)
     looped_until = str(tmp_path / "again")
@@ -162,6 +193,8 @@ def test_several_optimizers_of_one_backward(tmp_path: Path) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"schedule": {"x": dt.Constant()}}, "'x' is none of the optimizers"),
     ({"optimizers": {"d"}}, "turns are for several optimizers"),
+    ({"turns": {"x": 2}}, "'x' is none of the optimizers"),
+    ({"turns": {"d": 2, "g": 3}}, "no optimizer has a turn in each step"),
 ]
 
 
@@ -172,7 +205,7 @@ def test_bad_calls(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     kept = changes.pop("optimizers", set(optimizers))
     chosen = {name: it for name, it in optimizers.items() if name in kept}
     with pytest.raises(dt.ConfigError, match=words):
-        dt.drive(gan, chosen, samples(), turns=True, global_batch=4, epochs=1, quiet=True, **changes)
+        dt.drive(gan, chosen, samples(), **{"turns": True, "global_batch": 4, "epochs": 1, "quiet": True, **changes})
 
 
 def test_a_parameter_of_two_optimizers_and_one_of_none(tmp_path: Path) -> None:

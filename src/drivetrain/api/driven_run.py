@@ -696,8 +696,12 @@ class DrivenProgress:
         job, driven = self._session.job, self._driven
         if job.num_steps is None or job.num_samples is None or job.source.sizes_vary:
             raise TypeError("the run has no length: how many batches its data has is not known beforehand")
-        left = driven.parts.division.num_batches(driven.resumed_from, job.num_steps)
-        return left * (1 if self._turns is None else len(self._turns.turns))
+        division, turns = driven.parts.division, self._turns
+        if turns is None or all(turn.every == 1 for turn in turns.turns):
+            left = division.num_batches(driven.resumed_from, job.num_steps)
+            return left * (1 if turns is None else len(turns.turns))
+        steps = range(driven.resumed_from, job.num_steps)
+        return sum(division.num_batches(step, step + 1) * len(turns.due(step)) for step in steps)
 
     def __bool__(self) -> bool:
         return True  # also without a batch

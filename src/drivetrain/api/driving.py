@@ -110,7 +110,7 @@ def drive(
     optimizer: Optimizer | Mapping[str, Optimizer],
     data: Any,
     *,
-    turns: bool = False,
+    turns: bool | Mapping[str, int] = False,
     name: str = "drive",
     global_batch: GlobalBatch | None = None,
     epochs: int | None = None,
@@ -148,7 +148,8 @@ def drive(
         data: A data set, a list of items, a dictionary of tensors, something to iterate, or a `DataLoader`.
         turns: Whether each of several optimizers has a turn of its own in every step, as in a GAN. The loop then gets
             the batches of a step once for each of them; `run.turn` is the name of the optimizer whose turn it is, and
-            only its parameters have gradients. Otherwise all step after one backward.
+            only its parameters have gradients. Otherwise all step after one backward. `{"g": 5}`: `g` has its turn in
+            every fifth step, beginning with the first, and the others in each.
         name: Name of the run, and of its folder.
         global_batch: Samples per optimizer step, over all devices. None: the batch size times the devices. Where it
             grows, by the steps done: `{0: 256, 1000: 512}`.
@@ -224,7 +225,7 @@ def _optims(
     optimizer: Optimizer | Mapping[str, Optimizer],
     schedule: Schedule | Mapping[str, Schedule],
     *,
-    turns: bool,
+    turns: bool | Mapping[str, int],
 ) -> dict[str, Optim]:
     """Return several optimizers as those of a job; empty for one."""
     given = optimizer if isinstance(optimizer, Mapping) else {}
@@ -234,18 +235,27 @@ def _optims(
     if turns and len(given) < 2:
         message, remedy = "turns are for several optimizers", 'optimizer={"d": …, "g": …}, or leave turns out'
         problems.append(Problem("dt.drive: turns", message, remedy=remedy))
-    unknown = [of for of in schedules if of not in given]
-    if unknown:
-        message = f"{unknown[0]!r} is none of the optimizers"
-        allowed = ", ".join(given) or "one schedule, since there is one optimizer"
-        problems.append(Problem("dt.drive: schedule", message, unknown[0], allowed=allowed, remedy="name one of them"))
+    periods = turns if isinstance(turns, Mapping) else {}
+    for argument, names_given in (("schedule", schedules), ("turns", periods)):
+        unknown = [of for of in names_given if of not in given]
+        if unknown:
+            message = f"{unknown[0]!r} is none of the optimizers"
+            allowed = ", ".join(given) or f"no names in {argument}, since there is one optimizer"
+            what = f"dt.drive: {argument}"
+            problems.append(Problem(what, message, unknown[0], allowed=allowed, remedy="name one of them"))
+    if periods and all(periods.get(of, 1) > 1 for of in given):
+        message = "no optimizer has a turn in each step"
+        problems.append(Problem("dt.drive: turns", message, remedy="leave one of them out, which then has"))
     if problems:
         raise ConfigError(problems)
     found = {}
     for of, it in given.items():
         own = {names[parameter] for group in it.param_groups for parameter in group["params"] if parameter in names}
         found[of] = Optim(
-            GivenOptimizer(it, takes_closure=False), partial(_is_among, frozenset(own)), schedule=schedules.get(of)
+            GivenOptimizer(it, takes_closure=False),
+            partial(_is_among, frozenset(own)),
+            schedule=schedules.get(of),
+            every=periods.get(of, 1),
         )
     return found
 
