@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import drivetrain as dt
 from drivetrain.api.driven_run import DrivenRun
 from drivetrain.api.driving import Drive, drive
-from drivetrain.checkpoint import Checkpoint
+from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.core.world import World
 from drivetrain.job import _groups
 from tests import warm_python
 from tests.api.jobs import Trained, Variant, make_job, make_model, plain_loop, read, run
@@ -292,6 +293,7 @@ class Followed(nn.Module):
         self.student = make_model(BASE)
         self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.register_buffer("moved", torch.zeros(()))
 
 
 def followed(folder: Path, leave: Callable[[Drive], bool] = lambda going: False) -> dict[str, Tensor]:
@@ -313,6 +315,7 @@ def followed(folder: Path, leave: Callable[[Drive], bool] = lambda going: False)
             continue
         with torch.no_grad():
             model.scale.clamp_(0.99, 1.001)
+            model.get_buffer("moved").add_(1)
             for ours, theirs in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
                 ours.data.mul_(0.8).add_(theirs.data, alpha=0.2)
         if leave(going):
@@ -333,6 +336,9 @@ def test_what_the_loop_does_after_a_step_is_in_its_checkpoint(
     begins = where == "in the next one"
     followed(tmp_path / "broken", lambda going: going.steps == 4 and begins != bool(going._is_stepped))
     monkeypatch.undo()
+    checkpoint = Checkpointer(tmp_path / "broken" / "suite" / "checkpoints", World()).latest()
+    assert checkpoint is not None
+    assert checkpoint.step == (3 if is_killed and not begins else 4)
     assert_equal(followed(tmp_path / "broken"), whole)
 
 

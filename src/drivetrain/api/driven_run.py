@@ -248,8 +248,16 @@ class DrivenRun:
         if self._ended is not None:
             self.recorder.last_words(*self._ended)
 
-    def left(self, error: BaseException, *, is_last: bool) -> bool:
-        """Finish the run where its loop was left with the last step done; else save. Return whether the job is done."""
+    def left(self, error: BaseException, *, is_last: bool, is_between: bool) -> bool:
+        """Finish the run where its loop was left with the last step done; else save. Return whether the job is done.
+
+        Args:
+            error: How it was left.
+            is_last: Whether the last step of the job was done.
+            is_between: Whether it was left after a step, before it asked for the next batch: no forward has begun.
+        """
+        if is_between:
+            self._versions = [buffer._version for buffer in self._buffers]
         # With several processes the others may be gone.
         if is_last and isinstance(error, GeneratorExit) and self._is_whole and self._session.world.size == 1:
             return self.finish()

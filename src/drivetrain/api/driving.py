@@ -513,8 +513,9 @@ class Drive(DrivenProgress):
                 self._in_turn.close()
                 collect_into(None)
                 begun = self._begun
-                is_last = begun is not None and begun.is_last and driven.steps > begun.place.step
-                self.finished = driven.left(error, is_last=is_last)
+                is_between = begun is not None and driven.steps > begun.place.step
+                is_last = begun is not None and begun.is_last and is_between
+                self.finished = driven.left(error, is_last=is_last, is_between=is_between)
                 # `break` and an error in the loop's body look the same here. Neither is an error of this generator.
                 if not isinstance(error, GeneratorExit):
                     driven.say_last_words()
