@@ -44,7 +44,28 @@ def by_parts(model: nn.Module, batch: Tensor) -> Tensor:
     return functional.mse_loss(model[2](model[1](model[0](batch))), batch)
 
 
+class WithTemperature(nn.Module):
+    """Returns a number of no sample beside its features, as CLIP does."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.scale = layers, nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(batch), self.scale.exp()
+
+
+def hardest(model: nn.Module, batch: Tensor) -> Tensor:
+    return functional.mse_loss(model(batch), batch, reduction="none").mean(1).topk(2).values.mean()
+
+
+def hardest_sorted(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - batch).square().sum(1).sort(descending=True).values[:2].mean()
+
+
 COMPARES = {
+    "the hardest": hardest,
+    "the hardest, sorted": hardest_sorted,
     "pairs": pairs,
     "views in one batch": views_in_one_batch,
     "a root of a mean": lambda model, batch: functional.mse_loss(model(batch), batch).sqrt(),
@@ -59,6 +80,7 @@ OVER_OTHERS = {
     ),
 }
 MEANS = {
+    "the best of each sample": lambda model, batch: model(batch).topk(2).values.mean(),
     "plain": lambda model, batch: functional.mse_loss(model(batch), batch),
     "views of a sample": views_of_a_sample,
     "by parts": by_parts,
@@ -135,6 +157,16 @@ def test_looking_changes_no_bit_and_leaves_no_hook(tmp_path: Path, monkeypatch: 
     outputs.close()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+def test_features_beside_a_temperature_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = WithTemperature(nn.Linear(5, 5))
+    run = driven(tmp_path, model)
+    for batch in run:
+        (ours, scale), (theirs, _) = model(batch), model(batch * 0.9)
+        run.backward(functional.cross_entropy(scale * ours @ theirs.T, torch.arange(len(batch))))
+        run.step()
+    assert "it compares the samples of a batch with each other" in " ".join(capsys.readouterr().out.split())
 
 
 # What loops do for the sake of another trainer

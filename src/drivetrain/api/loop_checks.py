@@ -299,6 +299,7 @@ class _Flow:
 
 _MOST_CALLS = 3  # of the model for a batch: two views or towers, an anchor with two others
 _MOST_VALUES = 4_000_000  # of an output: that of embeddings, not the logits of a vocabulary
+_GATHERING = ("AllGather", "GatherLayer", "AllReduce")  # in the names of graph nodes
 _MOST_NODES = 2000  # of a graph, between the loss and the outputs
 COUPLED = "so what is learned depends on how many batches a step is divided into"
 
@@ -394,10 +395,14 @@ class DivisionWatch:
                 "step is divided. run.backward(dt.LossSum(sum, count)) divides by the count"
             )
         total = loss.total if isinstance(loss, LossSum) else loss
-        if self._outputs is not None and isinstance(total, Tensor) and self._outputs.meet_in(total, micro.num_samples):
+        is_chosen = isinstance(total, Tensor) and _chooses_samples(total, micro.num_samples)
+        if self._outputs is not None and isinstance(total, Tensor):
+            is_chosen |= self._outputs.meet_in(total, micro.num_samples)
+        if is_chosen:
             found["coupled"] = (
-                f"it compares the samples of a batch with each other, as contrastive losses and roots of a mean do, "
-                f"{COUPLED}. Keep a step in one batch, on one process: --batch-size as large as the global batch"
+                f"it compares the samples of a batch with each other, as contrastive losses, roots of a mean and the "
+                f"choice of the hardest samples do, {COUPLED}. Keep a step in one batch, on one process: --batch-size "
+                "as large as the global batch"
             )
         return found
 
@@ -458,7 +463,7 @@ class _Outputs:
         Rows that are a multiple of the samples are taken for several rows of each, such as two views. False where it
         cannot be found out.
         """
-        found, self._found = self._found, []
+        found, self._found = [it for it in self._found if it.dim()], []  # a temperature or a loss is of no sample
         if num_samples < 2 or self._num_calls > _MOST_CALLS:
             return False
         try:
@@ -479,7 +484,10 @@ def _has_rows_of(output: Tensor, num_samples: int) -> bool:
 
 
 def _nearest(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the outputs that the loss was computed from directly, not through other ones; none in a large graph."""
+    """Return the outputs that the loss was computed from directly, not through other ones.
+
+    None in a large graph, and none where processes exchange their outputs.
+    """
     by_node: Mapping[Any, Tensor] = {output.grad_fn: output for output in outputs}
     nodes, seen, nearest = [loss.grad_fn], set[Any](), dict[int, Tensor]()
     while nodes:
@@ -487,6 +495,8 @@ def _nearest(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        if any(word in node.name() for word in _GATHERING):
+            return []  # samples meet over all processes; and second derivatives would communicate
         if node in by_node:
             nearest[id(node)] = by_node[node]
         elif len(seen) > _MOST_NODES:
@@ -494,6 +504,22 @@ def _nearest(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
         else:
             nodes += [other for other, _ in node.next_functions]
     return list(nearest.values())
+
+
+def _chooses_samples(loss: Tensor, num_samples: int) -> bool:
+    """Return whether the loss sorts the samples of its batch, as to take the hardest of them."""
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes and len(seen) <= _MOST_NODES:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if num_samples > 1 and node.name() in ("TopkBackward0", "SortBackward0"):
+            sizes, dimension = node._saved_self_sym_sizes, node._saved_dim  # type: ignore[attr-defined]
+            if sizes[0] == num_samples and dimension in (0, *((2**64 - 1, -1) if len(sizes) == 1 else ())):
+                return True
+        nodes += [other for other, _ in node.next_functions]
+    return False
 
 
 def _are_coupled(loss: Tensor, outputs: Sequence[Tensor], num_samples: int) -> bool:
