@@ -237,6 +237,6 @@ def test_a_scaled_loss_is_refused(tmp_path: Path, enabled: bool) -> None:
     if not enabled:
         assert train() == 6
         return
-    with pytest.raises(dt.DrivetrainError, match="scales its loss with scaler") as caught:
+    with pytest.raises(dt.DrivetrainError, match="scales its loss with a GradScaler") as caught:
         train()
     assert "--precision fp16" in caught.value.remedy

@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from drivetrain.api.loop_checks import COUPLED, CarriedNames, carried_variables, value_of
+from drivetrain.api.loop_checks import COUPLED, OF_BATCH, CarriedNames, Closure, carried_variables, value_of
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
 from drivetrain.core.errors import BadResumeError, DrivetrainError
 from drivetrain.core.hook import StepContext
 from drivetrain.core.isolation import heeds_mode, modes_of, set_modes
 from drivetrain.core.launchers import supervision
-from drivetrain.core.metrics import LossSum, NamedLosses, StepOutcome, StepRecord, collecting
+from drivetrain.core.metrics import LossSum, StepOutcome, StepRecord, collecting
 from drivetrain.core.optimizers import JointOptimizer, closure_error, needs_closure, wants_gradients_first
 from drivetrain.core.precision import widened
 from drivetrain.core.run_folder import RunFolder
@@ -69,7 +68,7 @@ from drivetrain.run.model_factory import Prepared, callable_model
 from drivetrain.run.refusals import changes_since_start, keep_fingerprint
 from drivetrain.run.saver import CheckpointSaver
 from drivetrain.strategies import Trial
-from drivetrain.strategies.base import check_objective, gradient_versions
+from drivetrain.strategies.base import check_objective
 from drivetrain.strategies.optimizer_state import move_to_parameters
 from drivetrain.strategies.replicated import Freezer, parameter_names
 from drivetrain.strategies.turns import TurnsStrategy
@@ -525,12 +524,6 @@ def _touching_all(model: nn.Module) -> Tensor:
 #
 # Each evaluation is over all batches of the step, with the strategy's own reduction, weighting and clipping.
 
-Closure = Callable[[Any], Tensor | LossSum | NamedLosses]  # of a batch; returns its loss
-_OF_BATCH = (
-    "give it a function of a batch that returns its loss, without optimizer.zero_grad() and loss.backward(): "
-    "run.step(lambda batch: loss(run.model, batch))"
-)
-
 
 def step_with(
     closure: Closure,
@@ -834,12 +827,7 @@ class LoopWatch:
         return {name: value for name, value in shown.items() if value is not None}
 
     def _judge_leftovers(self, names: CarriedNames, found: Mapping[str, Any]) -> None:
-        """Tell of what the loop does to its loss for the sake of another trainer, or raise."""
-        if any(getattr(value_of(name, found), "is_enabled", lambda: False)() for name in names.scalers):
-            raise DrivetrainError(
-                f"the loop scales its loss with {names.scalers[0]}, and nothing would undo that",
-                remedy="leave the GradScaler out: run.backward(loss); --precision fp16 scales by itself",
-            )
+        """Tell of what the loop does to its loss for the sake of another trainer."""
         for name in names.divisors:
             if value_of(name, found) != 1:
                 self._say(
@@ -878,159 +866,6 @@ def _beside_training(driven: DrivenRun) -> dict[str, Tensor]:
     return {name: it for name, it in (*model.named_parameters(), *model.named_buffers()) if id(it) not in trained}
 
 
-class GradientWatch:
-    """Finds loops that compute gradients themselves, or clear or change those that are not whole or not divided yet.
-
-    Args:
-        trained: The parameters with gradients; empty where gradients are sharded.
-        scales_loss: Whether gradients are scaled until the optimizer steps.
-        world: The processes, which hold the same gradients when a step is due.
-    """
-
-    def __init__(self, trained: Sequence[Tensor], *, scales_loss: bool, world: World) -> None:
-        self._trained, self._scales_loss, self._world = trained, scales_loss, world
-        self._versions: list[int] | None = None
-        self._before: list[tuple[weakref.ref[Tensor], int] | None] | None = None  # None: they are not looked at
-        self._num_steps = self._num_compared = 0
-
-    def begin(self, micro: MicroBatch) -> None:
-        """Remember the gradients when the first batch of a step is handed out, where the step is looked at."""
-        if micro.number == 0:
-            self._num_steps += 1
-            is_looked_at = self._num_steps <= COUNTED_STEPS or self._num_steps & (self._num_steps - 1) == 0
-            self._before = self._seen() if is_looked_at else None
-
-    def _seen(self) -> list[tuple[weakref.ref[Tensor], int] | None]:
-        gradients = (parameter.grad for parameter in self._trained)
-        return [None if it is None else (weakref.ref(it), it._version) for it in gradients]
-
-    def check(self, micro: MicroBatch) -> None:
-        """Raise if the gradients of the batches before are gone, or others came that are not of the run."""
-        if micro.number and self._trained and all(parameter.grad is None for parameter in self._trained):
-            raise self._cleared()
-        if self._before is None:
-            return
-        others = [
-            gradient
-            for gradient, before in zip((it.grad for it in self._trained), self._before, strict=True)
-            if gradient is not None
-            and (before is None or before[0]() is not gradient or before[1] != gradient._version)
-        ]
-        if any(bool(it.count_nonzero()) for it in map(_values_of, others)):  # some would be lost, others count again
-            raise DrivetrainError(
-                "the loop has computed gradients before run.backward(), by a backward of its own",
-                remedy="call run.backward(loss) in place of loss.backward(), once for each batch: add several losses "
-                "together. For gradients of anything but the weights, as of adversarial samples, "
-                "torch.autograd.grad(loss, inputs) leaves these alone",
-            )
-        if micro.number and others:
-            raise self._cleared()
-
-    @staticmethod
-    def _cleared() -> DrivetrainError:
-        return DrivetrainError(
-            "the gradients were cleared between two batches of one step",
-            remedy="leave optimizer.zero_grad() out: gradients are cleared after they were used. Gradients by the "
-            "inputs, as of adversarial samples, are computed by torch.autograd.grad, which adds to none",
-        )
-
-    def note(self, micro: MicroBatch, loss: Any) -> None:
-        """Remember the gradients after a backward, where the loop must not change them before `run.step`."""
-        is_watched = not micro.is_last or self._scales_loss or isinstance(loss, LossSum)
-        self._versions = gradient_versions(self._trained) if is_watched else None
-        if self._before is not None:
-            self._before = self._seen()
-
-    def check_changed(self, micro: MicroBatch) -> None:
-        """Raise if the loop has changed gradients since `note`."""
-        versions, self._versions = self._versions, None
-        if versions is None or versions == gradient_versions(self._trained):
-            return
-        why = "those of the batches that follow are missing, so the result would depend on the micro-batch"
-        if micro.is_last:
-            why = "fp16 scales them" if self._scales_loss else "they are divided by the count of the LossSum"
-            why += " until the optimizer steps"
-        raise DrivetrainError(
-            f"the loop has changed gradients before run.step(), and {why}",
-            remedy="dt.drive(clip_norm=…) clips them; anything else can be done to whole gradients in "
-            "optimizer.register_step_pre_hook",
-        )
-
-    def compare(self) -> None:
-        """Raise if the processes do not hold the same gradients in one of the first steps; collective."""
-        if self._world.size == 1 or not self._trained or self._num_compared == COUNTED_STEPS:
-            return
-        self._num_compared += 1
-        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        sums = self._world.gather(sum(float(_values_of(it).abs().sum(dtype=torch.float64)) for it in gradients))
-        if max(sums) - min(sums) > 1e-6 * max(sums):
-            raise DrivetrainError(
-                "the loop has changed the gradients of each process in another way after run.backward(loss), so the "
-                "processes would train models of their own",
-                remedy="add further losses to the one that run.backward gets; of gradients that the loop computes "
-                "itself, give it sum((parameter * gradient.detach()).sum()) as a loss",
-            )
-
-    def loss_of(self, closure: Closure, batch: Any) -> Any:
-        """Return a closure's loss of a batch. Raise if it has changed the gradients of the batches before."""
-        before = gradient_versions(self._trained)
-        loss = closure(batch)
-        if before != gradient_versions(self._trained):
-            raise DrivetrainError("the closure of run.step() has cleared or computed gradients", remedy=_OF_BATCH)
-        return loss
-
-
-class WeightWatch:
-    """Finds loops that change weights beside the optimizer, in their first steps.
-
-    In the middle of a step, the batches that follow would have gradients of other weights. Before the optimizer's step,
-    an update by hand that stayed in a script counts in addition; after it, its checkpoint may be written already. What
-    a forward pass changes is left alone.
-
-    Args:
-        trained: The parameters with gradients; empty where they are sharded. Some small ones are looked at.
-        say: Prints a line.
-        may_follow: Whether checkpoints hold what the loop does after `run.step()`.
-    """
-
-    _MOST, _LARGEST = 16, 4096
-
-    def __init__(self, trained: Sequence[Tensor], say: Callable[[str], None], *, may_follow: bool) -> None:
-        self._may_follow = may_follow
-        self._watched = [it for it in trained if it.numel() <= self._LARGEST][: self._MOST]
-        self._say, self._copies = say, list[Tensor]()
-        self._num_left = COUNTED_STEPS  # steps that are looked at
-
-    def note(self) -> None:
-        """Remember the weights where the loop gets control: after a backward, and after a step."""
-        self._copies = [it.detach().clone() for it in self._watched] if self._num_left else []
-
-    def check(self, micro: MicroBatch) -> None:
-        """Raise or say that the loop has changed weights since `note`."""
-        copies, self._copies = self._copies, []
-        if all(torch.equal(it.detach(), copy) for it, copy in zip(self._watched, copies, strict=False)):
-            return
-        remedy = (
-            "leave an update by hand out: run.step() has the optimizer do it, and p.data.add_(p.grad, alpha=-lr) is "
-            "torch.optim.SGD. Anything else, such as clipping weights, belongs "
-        )
-        remedy += "after run.step(), if not run.accumulating" if self._may_follow else "into a hook, dt.every(1, …)"
-        if not micro.is_last:
-            raise DrivetrainError(
-                "the loop has changed weights before the step was over, whose other batches would have gradients of "
-                "other weights",
-                remedy=remedy,
-            )
-        self._num_left = 0
-        self._say(f"  loop       it changes weights beside the optimizer. If that is not meant: {remedy}")
-
-    def end(self, micro: MicroBatch) -> None:
-        """Look at what the loop did after `run.step()`, and count a step, once its last batch is over."""
-        if not (micro.is_last and self._may_follow):
-            self.check(micro)
-        self._num_left = max(0, self._num_left - micro.is_last)
-
-
 def _factors_of(loss: Any) -> Iterator[Tensor]:
     """Yield the tensors that a loss was multiplied by last."""
     for value in loss.values() if isinstance(loss, Mapping) else (loss,):
@@ -1040,10 +875,6 @@ def _factors_of(loss: Any) -> Iterator[Tensor]:
             if isinstance(factor := getattr(node, "_saved_other", None), Tensor):
                 yield factor
             node = node.next_functions[0][0] if node is not None and node.next_functions else None
-
-
-def _values_of(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
 
 
 def check_closure(session: Session, optimizer: Optimizer, closure: Closure | None, *, is_learned: bool) -> None:
@@ -1065,7 +896,7 @@ def check_closure(session: Session, optimizer: Optimizer, closure: Closure | Non
     try:
         inspect.signature(closure).bind(None)
     except TypeError:
-        raise DrivetrainError("the closure of run.step() takes no batch", remedy=_OF_BATCH) from None
+        raise DrivetrainError("the closure of run.step() takes no batch", remedy=OF_BATCH) from None
     except ValueError:
         pass  # it does not tell what it takes
     if isinstance(optimizer, JointOptimizer):

@@ -21,18 +21,15 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from drivetrain.api.driven_run import (
-    Closure,
     DrivenProgress,
     DrivenRun,
-    GradientWatch,
     LoopWatch,
-    WeightWatch,
     as_computed,
     check_closure,
     refuse_closure,
     step_with,
 )
-from drivetrain.api.loop_checks import DivisionWatch
+from drivetrain.api.loop_checks import Closure, DivisionWatch, GradientWatch, WeightWatch
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
 from drivetrain.core.aims import Aim, EarlyStopping, GlobalBatch
@@ -297,13 +294,11 @@ class Drive(DrivenProgress):
         self.model: Any = parts.model if driven.called_model is None else driven.called_model
         self._plain, self._optimizer = parts.model, parts.optimizer
         trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
-        scales_loss, has_turns = session.precision.scales_loss, self._turns is not None
         alike = World() if session.holds_parts else session.world  # the processes that hold the same gradients
-        self._gradients = GradientWatch(trained, scales_loss=scales_loss, world=alike)
+        self._gradients = GradientWatch(trained, scales_loss=session.precision.scales_loss, world=alike)
         self._weights = WeightWatch(trained, driven.recorder.say, may_follow=driven.puts_off_saves)
-        is_called = driven.called_model is None
-        self._division = DivisionWatch(session, parts.model, driven.recorder.say, is_called=is_called)
-        self._watch = LoopWatch(self, driven, has_turns=has_turns)
+        self._division = DivisionWatch(session, parts.model, driven.recorder.say, is_called=driven.called_model is None)
+        self._watch = LoopWatch(self, driven, has_turns=self._turns is not None)
         self._shares_buffers = session.world.size > 1 and session.config.distributed.broadcast_buffers
         self._around_forward = around_forward(parts.given)
         self._apart = ExitStack()  # the contexts around the forward of a batch that does not count
