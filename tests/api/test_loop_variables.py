@@ -105,6 +105,11 @@ CARRIED["draws"] = """
         run.step()
     """
 NOT_CARRIED = {
+    "names of the batches": """
+        for batch, name in zip(run, names):
+            print(name)
+            run.backward(model(batch))
+        """,
     "a counter for the log": """
         for i, batch in enumerate(run):
             loss = model(batch)
