@@ -199,12 +199,15 @@ def test_a_signal_to_every_process_of_two_hosts(tmp_path: Path) -> None:
         both = [hosts.launch(host, *words, forks=True, num_processes=1) for host in (0, 1)]
         for rank in (0, 1):
             wait_for_step(tmp_path, 3, rank=rank)
+        worker = diary(tmp_path, 1)[-1][2]
+        os.kill(worker, signal.SIGSTOP)  # by the order of the first host, both may end before the second has its signal
         for process in both:
             below = psutil.Process(process.pid).children(recursive=True)
             for pid in (*(one.pid for one in below), process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
             time.sleep(0.5)
+        os.kill(worker, signal.SIGCONT)
         ends = [hosts.end(host, process) for host, process in enumerate(both)]
     step = steps_saved(tmp_path)
     assert [diary(tmp_path, rank)[-1][0] for rank in (0, 1)] == [step, step]
