@@ -225,7 +225,7 @@ class DrivenRun:
             with supervision.in_phase("save"):  # it may wait for the save before
                 self._late.save_due()
             clock.lap(CHECKPOINT)
-        self._versions = [buffer._version for buffer in self._buffers]
+        self._versions = self._buffer_versions()
 
     def finish(self) -> bool:
         """Wait for the last checkpoint and close the records. Return whether the job is done."""
@@ -256,7 +256,7 @@ class DrivenRun:
             is_between: Whether it was left after a step, before it asked for the next batch: no forward has begun.
         """
         if is_between:
-            self._versions = [buffer._version for buffer in self._buffers]
+            self._versions = self._buffer_versions()
         # With several processes the others may be gone.
         if is_last and isinstance(error, GeneratorExit) and self._is_whole and self._session.world.size == 1:
             return self.finish()
@@ -315,12 +315,15 @@ class DrivenRun:
         self.recorder.event("note", text=text)
         self.recorder.say(text)
 
+    def _buffer_versions(self) -> list[int]:
+        return [buffer._version for buffer in self._buffers]
+
     def _remember(self) -> None:
         """Remember the position at which the state is that of `steps` steps.
 
         The next forward may change buffers; it does not change weights.
         """
-        self._versions = [buffer._version for buffer in self._buffers]
+        self._versions = self._buffer_versions()
         self._position = self.loader.position
 
     def _state(self) -> tuple[list[Shard], dict[str, Any]]:
@@ -344,7 +347,7 @@ class DrivenRun:
                 f"and they may be gone: it will go on from step {max(saved, default=0)}"
             )
             return
-        if self.steps not in saved and self._versions != [buffer._version for buffer in self._buffers]:
+        if self.steps not in saved and self._versions != self._buffer_versions():
             self.recorder.say(
                 f"the loop was left inside step {self.steps + 1}, which has changed the model's buffers already: it "
                 f"will go on from step {max(saved, default=0)}"
@@ -821,13 +824,13 @@ class LoopWatch:
         found |= {f"self.{name}": it for name, it in getattr(found.get("self"), "__dict__", {}).items()}
         if self._carried_names is None:
             self._carried_names = carried_variables(frame, [name for name, it in found.items() if it is self._run])
-            self._judge_leftovers(self._carried_names, found)
+            self._tell_of_divisors(self._carried_names, found)
         names = [*self._carried_names.into_loss, *self._carried_names.into_choices]
         shown = {name: self._shown(found.get(name)) for name in names}
         return {name: value for name, value in shown.items() if value is not None}
 
-    def _judge_leftovers(self, names: CarriedNames, found: Mapping[str, Any]) -> None:
-        """Tell of what the loop does to its loss for the sake of another trainer."""
+    def _tell_of_divisors(self, names: CarriedNames, found: Mapping[str, Any]) -> None:
+        """Tell if the loop divides its loss by a number of accumulated batches, as other trainers want it."""
         for name in names.divisors:
             if value_of(name, found) != 1:
                 self._say(

@@ -204,13 +204,11 @@ def _needed(loop: ast.AST, is_run: set[str], choices: Sequence[ast.AST] = ()) ->
 
 
 def _divisors(loop: ast.AST, is_run: set[str]) -> list[str]:
-    """Return by what the loss is divided so that gradients are accumulated."""
+    """Return the numbers of batches by which the loss is divided, as where gradients are accumulated by hand."""
     needed = _needed(loop, is_run) - is_run
     divisors = dict[str, None]()
     for node in ast.walk(loop):
-        is_assigned = isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and needed.intersection(
-            _changed(node)
-        )
+        is_assigned = isinstance(node, _ASSIGNMENTS) and needed.intersection(_changed(node))
         is_given = isinstance(node, ast.Call) and is_run.intersection(_root(node.func)) and _teaches(node.func)
         for part in ast.walk(node) if is_assigned or is_given else ():
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div):
@@ -710,4 +708,4 @@ class WeightWatch:
 
 
 def _values_of(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
