@@ -37,9 +37,9 @@ class CompileOptions:
     """How code is compiled.
 
     Attributes:
-        mode: one of `torch.compile`.
-        fixed: no kernel whose choice changes results is chosen by timing.
-        draws_as_eager: dropout and the like draw the random numbers that they draw in eager steps.
+        mode: The mode of `torch.compile`.
+        fixed: Whether kernels are chosen without timing them, where the choice changes results.
+        draws_as_eager: Whether dropout and the like draw the random numbers that they draw in eager steps.
     """
 
     mode: str = "default"
