@@ -99,7 +99,7 @@ def by_hand(data: TensorDataset, steps: int) -> float:
     return (steps - steps // 3) / (time.perf_counter() - began)
 
 
-def by_drivetrain(data: TensorDataset, steps: int, capture: str) -> float:
+def by_drivetrain(data: TensorDataset, steps: int, capture: str, **others: Any) -> float:
     with tempfile.TemporaryDirectory() as folder:
         job = Job(
             name="capture",
@@ -117,6 +117,7 @@ def by_drivetrain(data: TensorDataset, steps: int, capture: str) -> float:
             "auto_optimize": False,
             "resident": "on",
             "report": False,
+            **others,
         }
         result = train(job, configure(output_dir=folder, gpu_mode="single_gpu", **settings), quiet=True)
         rows = [json.loads(line) for line in (Path(result.folder) / "steps.jsonl").read_text().splitlines()]

@@ -5,7 +5,9 @@ The earlier revision is a folder with its `src`, named by `DRIVETRAIN_BEFORE`:
     mkdir .baseline && git archive REVISION src | tar -x -C .baseline
     DRIVETRAIN_BEFORE=.baseline python -m benchmarks revisions
 
-Measured are small steps on a CPU and, where there is a GPU, the steps of `benchmarks.capture`, replayed and not.
+Measured are small steps on a CPU and, where there is a GPU, the steps of `benchmarks.capture`: replayed, replayed with
+`bad_steps="stop"` where the revision has it (skipping bad steps takes kernels), and not replayed. Both processes are
+started anew several times: how fast the host is differs more from process to process than from round to round.
 """
 
 import json
@@ -27,7 +29,7 @@ from torch.utils.data import TensorDataset
 import drivetrain as dt
 from benchmarks import capture
 
-ROUNDS = 9
+PAIRS, ROUNDS = 3, 2  # pairs of processes, and rounds of each
 CPU_STEPS = 1200
 PLAIN_STEPS = 1500
 BEFORE, AFTER = "before", "after"
@@ -38,24 +40,25 @@ def measure() -> dict[str, list[float]]:
     if not (folder / "src" / "drivetrain").is_dir():
         raise SystemExit("set DRIVETRAIN_BEFORE to a folder that has the earlier revision's src/drivetrain")
     root = Path(__file__).parent.parent
-    children = {BEFORE: _Child(folder / "src", root), AFTER: _Child(root / "src", root)}
     samples: dict[str, list[float]] = {}
-    try:
-        for number in range(ROUNDS + 1):
-            names = (BEFORE, AFTER) if number % 2 else (AFTER, BEFORE)
-            found = {name: children[name].round() for name in names}
-            if number == 0:  # the first one warms up
-                continue
-            print(f"round {number} of {ROUNDS}: {found}", file=sys.stderr, flush=True)
-            for what, value in found[AFTER].items():
-                for name in (BEFORE, AFTER):
-                    samples.setdefault(f"{name}: {what}", []).append(found[name][what])
-                samples.setdefault(f"after / before: {what.partition(' (')[0]} (ratio)", []).append(
-                    value / found[BEFORE][what]
-                )
-    finally:
-        for child in children.values():
-            child.close()
+    for pair in range(PAIRS):
+        children = {BEFORE: _Child(folder / "src", root), AFTER: _Child(root / "src", root)}
+        try:
+            for number in range(ROUNDS + 1):
+                names = (BEFORE, AFTER) if number % 2 else (AFTER, BEFORE)
+                found = {name: children[name].round(warms=number == 0) for name in names}
+                if number == 0:
+                    continue
+                print(f"pair {pair + 1} of {PAIRS}, round {number} of {ROUNDS}: {found}", file=sys.stderr, flush=True)
+                for what, value in found[AFTER].items():
+                    for name in (BEFORE, AFTER):
+                        samples.setdefault(f"{name}: {what}", []).append(found[name][what])
+                    samples.setdefault(f"after / before: {what.partition(' (')[0]} (ratio)", []).append(
+                        value / found[BEFORE][what]
+                    )
+        finally:
+            for child in children.values():
+                child.close()
     return samples
 
 
@@ -69,10 +72,10 @@ class _Child:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
 
-    def round(self) -> dict[str, float]:
+    def round(self, *, warms: bool) -> dict[str, float]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("go\n")
+        self._process.stdin.write("warm up\n" if warms else "measure\n")
         self._process.stdin.flush()
         found: dict[str, float] = json.loads(self._process.stdout.readline())
         return found
@@ -90,15 +93,29 @@ def _serve(source: Path) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     images = TensorDataset(torch.rand(capture.NUM_SAMPLES, 784), torch.randint(0, 10, (capture.NUM_SAMPLES,)))
-    for _ in sys.stdin:
-        found = {"a step on the CPU (µs of the main thread)": 1e6 * _on_cpu(images)}
+    for line in sys.stdin:
+        share = 4 if line.startswith("warm") else 1
+        found = {"a step on the CPU (µs of the main thread)": 1e6 * _on_cpu(images, CPU_STEPS // share)}
         if torch.cuda.is_available():
-            found["captured steps (per second)"] = capture.by_drivetrain(images, capture.STEPS, "on")
-            found["steps that are not captured (per second)"] = capture.by_drivetrain(images, PLAIN_STEPS, "off")
+            steps, plain_steps = capture.STEPS // share, PLAIN_STEPS // share
+            found["captured steps (per second)"] = capture.by_drivetrain(images, steps, "on")
+            found["captured steps, bad ones not skipped (per second)"] = capture.by_drivetrain(
+                images, steps, "on", **({"bad_steps": "stop"} if _may_skip() else {})
+            )
+            found["steps that are not captured (per second)"] = capture.by_drivetrain(images, plain_steps, "off")
         print(json.dumps(found), flush=True)
 
 
-def _on_cpu(images: TensorDataset) -> float:
+def _may_skip() -> bool:
+    """Return whether this revision has the setting that says what follows a bad step."""
+    try:
+        dt.configure(bad_steps="stop")
+    except dt.ConfigError:
+        return False
+    return True
+
+
+def _on_cpu(images: TensorDataset, steps: int) -> float:
     """Return the median seconds that a step takes of the main thread, from one loss to the next."""
     begun: list[float] = []
 
@@ -114,12 +131,12 @@ def _on_cpu(images: TensorDataset) -> float:
             loss=loss,
             optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3),
             global_batch=32,
-            max_steps=CPU_STEPS,
-            checkpoint_every=CPU_STEPS,
+            max_steps=steps,
+            checkpoint_every=steps,
         )
         settings = dt.configure(output_dir=folder, gpu_mode="cpu", report=False, auto_optimize=False)
         dt.train(job, settings, quiet=True)
-    return statistics.median(b - a for a, b in pairwise(begun[CPU_STEPS // 4 :]))
+    return statistics.median(b - a for a, b in pairwise(begun[steps // 4 :]))
 
 
 if __name__ == "__main__":
