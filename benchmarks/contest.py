@@ -115,8 +115,13 @@ class Book:
         }
         if keep and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            if before["machine"] == self.document["machine"] and before["workload"] == self.document["workload"]:
+            if _kind(before["machine"]) == _kind(machine) and before["workload"] == self.document["workload"]:
                 self.document["competitors"] = before["competitors"]
+                cores = before["machine"].get("usable_cores")
+                if cores != machine.get("usable_cores"):
+                    for entry in self.document["competitors"].values():
+                        for run in entry["runs"]:
+                            run.setdefault("usable_cores", cores)
 
     def forget(self, name: str) -> None:
         self.document["competitors"].pop(name, None)
@@ -157,6 +162,11 @@ class Book:
         what = self._contest.competitor(name).what
         entry: dict[str, Any] = self.document["competitors"].setdefault(name, {"what": what, "rate": None, "runs": []})
         return entry
+
+
+def _kind(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what has to be equal for figures to stand side by side: beside a GPU, the number of cores need not be."""
+    return {key: value for key, value in machine.items() if key != "usable_cores" or not machine.get("gpus")}
 
 
 def ratios(aims: Sequence[Aim], rates: Mapping[str, float]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ The earlier revision is a folder with its `src`, named by `DRIVETRAIN_BEFORE`:
 
 Measured are small steps on a CPU and, where there is a GPU, the steps of `benchmarks.capture`: replayed, replayed with
 `bad_steps="stop"` where the revision has it (skipping bad steps takes kernels), and not replayed. Both processes are
-started anew several times: how fast the host is differs more from process to process than from round to round.
+started anew several times, each of them first in half of the pairs: how fast the host is differs more from process to
+process than from round to round.
 """
 
 import json
@@ -29,7 +30,7 @@ from torch.utils.data import TensorDataset
 import drivetrain as dt
 from benchmarks import capture
 
-PAIRS, ROUNDS = 3, 2  # pairs of processes, and rounds of each
+PAIRS, ROUNDS = 4, 2  # pairs of processes, and rounds of each
 CPU_STEPS = 1200
 PLAIN_STEPS = 1500
 BEFORE, AFTER = "before", "after"
@@ -42,7 +43,8 @@ def measure() -> dict[str, list[float]]:
     root = Path(__file__).parent.parent
     samples: dict[str, list[float]] = {}
     for pair in range(PAIRS):
-        children = {BEFORE: _Child(folder / "src", root), AFTER: _Child(root / "src", root)}
+        sources = [(BEFORE, folder / "src"), (AFTER, root / "src")]
+        children = {name: _Child(source, root) for name, source in (sources if pair % 2 else reversed(sources))}
         try:
             for number in range(ROUNDS + 1):
                 names = (BEFORE, AFTER) if number % 2 else (AFTER, BEFORE)

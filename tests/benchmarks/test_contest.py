@@ -64,6 +64,18 @@ def test_some_alone_keep_the_results_of_the_others(tmp_path: Path) -> None:
     assert list(elsewhere["competitors"]) == ["hand-1"], "figures of two machines do not stand side by side"
 
 
+def test_results_beside_a_gpu_are_kept_whatever_the_cores_and_say_how_many(tmp_path: Path) -> None:
+    path, odd = tmp_path / "odd.json", contest("odd")
+    for cores in (7, 16):
+        book = Book(path, odd, {"cpu": "x", "usable_cores": cores, "gpus": ["H200"]}, keep=True)
+        run_contest(odd, book, only=["hand-1" if cores == 7 else "hand-2"], say=lambda text: None)
+    runs = {name: entry["runs"][0] for name, entry in book.document["competitors"].items()}
+    assert runs["hand-1"]["usable_cores"] == 7
+    assert "usable_cores" not in runs["hand-2"]
+    without = Book(path, odd, {"cpu": "x", "usable_cores": 7, "gpus": []}, keep=True)
+    assert not without.document["competitors"], "on a CPU, the cores are what is measured"
+
+
 def test_each_has_one_turn_if_asked_for(tmp_path: Path) -> None:
     found = run(tmp_path / "odd.json", only=["ours", "hand-2"], once=True)
     assert {name: len(entry["runs"]) for name, entry in found["competitors"].items()} == {"ours": 1, "hand-2": 1}
