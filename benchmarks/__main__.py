@@ -160,6 +160,9 @@ NEEDS_A_GPU = {
 
 def main() -> None:
     arguments = _arguments()
+    if given := os.environ.get("PYTHONPATH"):  # children run in other folders
+        paths = (str(Path(path).absolute()) for path in given.split(os.pathsep) if path)
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     if arguments.names == ["table"]:
         print(f"written to {', '.join(map(str, table.write(arguments.out)))}")
         return
