@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from drivetrain.core.aims import Aim, EarlyStopping, problem_of
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem, call_problem
-from drivetrain.core.hook import PERIODS, is_period
+from drivetrain.core.hook import PERIODS, Hook, is_period
 from drivetrain.core.metrics import MetricObject
 from drivetrain.core.optimizers import Optim, complaints
 from drivetrain.core.run_folder import ALLOWED_NAMES, problem_with_name
@@ -306,13 +306,28 @@ def _hook_problems(job: Any) -> Iterable[Problem]:
         kind = type(hooks).__name__
         yield _problem("hooks", hooks, f"got {kind}, expected a list", "hooks=[dt.every(100, function)]")
         return
-    for hook in hooks:
-        every = getattr(hook, "every", None)
-        if not is_period(every):
-            message, remedy = f"{type(hook).__name__}.every is {every!r}", "for example every=100"
-            if every is None and callable(hook):
-                message, remedy = f"{_named(hook)} has no `every`", "hooks=[dt.every(100, function)]"
-            yield _problem("hooks", every, message, remedy, PERIODS)
+    yield from filter(None, map(_hook_problem, hooks))
+
+
+def _hook_problem(hook: Any) -> Problem | None:
+    """Return what is wrong with a hook: it has no period, or nothing would be called."""
+    kind, every = type(hook).__name__, getattr(hook, "every", None)
+    if isinstance(hook, type):
+        return _problem("hooks", hook, f"got the class {hook.__name__}, expected an instance", f"{hook.__name__}()")
+    moments = [name for name in dir(hook) if name.startswith("on_")]  # as other trainers call them
+    remedy = "def __call__(self, context): …, and every = 1 for each step"
+    if moments:
+        remedy += f", in place of {', '.join(moments[:3])}{', …' if len(moments) > 3 else ''}"
+    if not callable(hook):
+        return _problem("hooks", hook, f"{kind} is no hook of Drivetrain: it has no __call__", remedy)
+    if type(hook).__call__ is Hook.__call__:
+        return _problem("hooks", hook, f"{kind} has no __call__ of its own, so it would do nothing", remedy)
+    if is_period(every):
+        return None
+    message, remedy = f"{kind}.every is {every!r}", "for example every=100"
+    if every is None:
+        message, remedy = f"{_named(hook)} has no `every`", "hooks=[dt.every(100, function)]"
+    return _problem("hooks", every, message, remedy, PERIODS)
 
 
 def check_aims(job: Any, of_loss: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from drivetrain import Config, ConfigError, DrivetrainError, Job, LossSum
+from drivetrain import Config, ConfigError, DrivetrainError, Hook, Job, LossSum, StepContext
 from drivetrain.api.driving import drive
 from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpoint
@@ -135,6 +135,21 @@ class Every:
     def __init__(self, every: Any) -> None:
         self.every = every
 
+    def __call__(self, context: StepContext) -> None:
+        pass
+
+
+class NothingToCall(Hook):
+    """Written with the words of other trainers: it would be called, and do nothing."""
+
+    def on_step_end(self, context: StepContext) -> None:
+        pass
+
+
+class OfAnotherTrainer:
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
 
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -174,6 +189,9 @@ class Every:
         ({"hooks": [Every(0)]}, "Every.every is 0"),
         ({"hooks": [Every(-4)]}, "Every.every is -4"),
         ({"hooks": [Every("step")]}, "Every.every is 'step'"),
+        ({"hooks": [NothingToCall()]}, r"NothingToCall has no __call__ of its own.*\n.*in place of on_step_end"),
+        ({"hooks": [OfAnotherTrainer()]}, r"OfAnotherTrainer is no hook.*\n.*in place of on_train_batch_end"),
+        ({"hooks": [Every]}, r"got the class Every, expected an instance"),
         ({"hooks": [print]}, r"hooks=\[dt.every\(100, function\)\]"),
         ({"hooks": print}, "got builtin_function_or_method, expected a list"),
         ({"seed": 2**64}, "got 18446744073709551616"),
