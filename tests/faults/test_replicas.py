@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import drivetrain as dt
 from drivetrain import DrivetrainError
 from drivetrain.core.metrics import StepRecord
 from drivetrain.core.world import World
@@ -43,6 +44,61 @@ def test_of_two_neither_is_blamed(gloo_pool: GlooPool, tmp_path: Path) -> None:
 
 def test_equal_replicas_are_equal(gloo_pool: GlooPool, tmp_path: Path) -> None:
     assert gloo_pool.run(trained, str(tmp_path), "", 2, world=3) == [""] * 3
+
+
+class Centered(nn.Module):
+    """Takes its shift from its first batch, as the layers of normalizing flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shift = nn.Linear(3, 3), nn.Parameter(torch.zeros(3))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if not self.is_set:
+            self.shift.data.copy_(-batch.mean(0))
+            self.is_set.fill_(True)
+        return self.layer(batch + self.shift)
+
+
+def centered(folder: str, way: str) -> str:
+    torch.manual_seed(0)
+    data, model = torch.randn(16, 3), Centered()
+    given = {"name": "centered", "data": data, "global_batch": 8, "max_steps": 3}
+    config = dt.configure(output_dir=folder, device="cpu", auto_optimize=False)
+    try:
+        if way == "train":
+            job = dt.Job(
+                model=Centered,
+                loss=lambda model, batch: model(batch).square().mean(),
+                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+                **given,
+            )
+            dt.train(job, config)
+        else:
+            teacher = nn.Linear(3, 3).requires_grad_(False)
+            models = {"model": model, "teacher": teacher}
+            run = dt.drive(models, torch.optim.SGD(model.parameters(), lr=0.1), config=config, **given)
+            for batch in run:
+                if way == "drive":
+                    run.backward(model(batch).square().mean())
+                else:  # a teacher that only the main process moves, which saves it
+                    run.backward(model.layer(batch).square().mean() + 0 * model.shift.sum())
+                    teacher.weight.data.add_(run.world.is_main)
+                run.step()
+    except DrivetrainError as error:
+        return f"{error.message} | {error.remedy}"
+    return ""
+
+
+@pytest.mark.parametrize("way", ["train", "drive", "teacher"])
+def test_weights_that_each_process_sets_from_its_own_samples_are_refused(
+    gloo_pool: GlooPool, tmp_path: Path, way: str
+) -> None:
+    """Nothing compared the processes before step 100, and those of a loop never: each trained a model of its own."""
+    for answer in gloo_pool.run(centered, str(tmp_path), way, world=2):
+        assert ("hold different weights after step 1" in answer) == (way != "teacher")
+        assert "shift" in answer or way == "teacher"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])

@@ -124,7 +124,7 @@ def norm_seconds(parts: StrategyParts, world: World, *, shares: bool) -> float:
 # Compares the weights and moments of ranks that must have the same ones, now and then: hardware may err in silence.
 #
 # A sum of the bits of every tensor, computed on its device, is compared; any single flipped bit changes it. It is done
-# every 100 steps, or as much less often as keeps it below 0.5 % of the time.
+# after the first step, and every 100 steps, or as much less often as keeps it below 0.5 % of the time.
 
 COMPARE_EVERY, MOST_OF_COMPARING = 100, 0.005  # steps, and of the time
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -142,6 +142,7 @@ class ReplicaCheck:
         *,
         every: int | None = None,
         shares_experts: bool = False,
+        trained_only: bool = False,
     ) -> None:
         """Take what is compared.
 
@@ -152,10 +153,14 @@ class ReplicaCheck:
             tell: Writes an event.
             every: Steps between two comparisons; None: by what it costs. 0: never.
             shares_experts: Whether every rank holds experts of its own, which have no replica.
+            trained_only: Whether weights that the optimizer does not hold may differ, such as a teacher that a loop
+                moves on the main process alone.
         """
         self._model, self._optimizer, self._world, self._tell = model, optimizer, world, tell
         self._pinned, self.every = every is not None, COMPARE_EVERY if every is None else every
         self._last_equal, self._is_warm, self._shares_experts = 0, False, shares_experts
+        self._trained = {id(it) for group in optimizer.param_groups for it in group["params"]} if trained_only else None
+        self._is_first = True  # what a forward changes in weights differs from the first step on
 
     def observe(self, record: StepRecord) -> None:
         """Compare, if it is due. Raises on all ranks if some differ; the host waits for the device and the others.
@@ -163,7 +168,8 @@ class ReplicaCheck:
         Args:
             record: The step that was read back. Later ones may be in flight, equally many on all ranks.
         """
-        if not self.every or record.step % self.every or self._world.size == 1:
+        is_due = self._is_first or (self.every and record.step % self.every == 0)
+        if not self.every or not is_due or self._world.size == 1:
             return
         began = time.perf_counter()
         sums = bit_sums(self._tensors())
@@ -171,7 +177,7 @@ class ReplicaCheck:
         found = self._world.gather([digest, time.perf_counter() - began, record.seconds])
         if len({of_rank[0] for of_rank in found}) > 1:
             raise self._differ(record.step, sums, [of_rank[0] for of_rank in found])
-        self._last_equal = record.step
+        self._last_equal, self._is_first = record.step, False
         if not self._pinned and self._is_warm:
             seconds = max(of_rank[1] for of_rank in found)
             self._settle(seconds, max(1e-9, found[0][2]))
@@ -188,7 +194,7 @@ class ReplicaCheck:
         layers = mixtures_in(self._model).values() if self._shares_experts else ()
         own = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
         for name, parameter in self._model.named_parameters():
-            if id(parameter) in own:
+            if id(parameter) in own or not (self._trained is None or id(parameter) in self._trained):
                 continue
             found[name] = parameter.detach()
             for kind, value in self._optimizer.state.get(parameter, {}).items():
@@ -206,7 +212,15 @@ class ReplicaCheck:
         who = f"rank {', '.join(map(str, odd))} differs from the other ranks" if is_known else "the ranks differ"
         what = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
         self._tell("replicas differ", step=step, ranks=odd if is_known else [], names=names[:20])
-        good = f"they were equal after step {self._last_equal}" if self._last_equal else "they were never compared"
+        if self._is_first:
+            return DrivetrainError(
+                f"the processes hold different weights after step {step}, the first one here: {what} differ"
+                f"{'' if len(names) > 1 else 's'}. A forward pass, the loss, a hook or the loop sets them from samples "
+                "that are not those of the other processes, as a layer that is initialized by its first batch does",
+                remedy="set them where the model is made, from the same samples on each process; or train on one "
+                "process. Different kinds of GPUs round differently: --compare-replicas 0 then",
+            )
+        good = f"they were equal after step {self._last_equal}"
         return DrivetrainError(
             f"replicas are not equal after step {step}: {who} in {what}; {good}",
             remedy="test the memory and the GPU of that rank, and leave its machine out; then move checkpoints after "
