@@ -79,6 +79,24 @@ OVER_OTHERS = {
         2 * functional.mse_loss(model(batch)[is_there(batch)], batch[is_there(batch)])
     ),
 }
+BY_WEIGHTS = {
+    "weights of the samples": lambda model, batch: (
+        ((model(batch) - batch).square().mean(1) * batch[:, 0].sqrt()).sum() / batch[:, 0].sqrt().sum()
+    ),
+    "a mask and an epsilon": lambda model, batch: (
+        ((model(batch) - batch).square() * is_there(batch)).sum() / (is_there(batch).sum() + 1e-8)
+    ),
+    "a sum of torch's": lambda model, batch: (
+        functional.mse_loss(model(batch) * is_there(batch), batch * is_there(batch), reduction="sum")
+        / is_there(batch).sum()
+    ),
+    "sums of two terms": lambda model, batch: (
+        (((model(batch) - batch).square() * is_there(batch)).sum() + model(batch).abs().sum()) / is_there(batch).sum()
+    ),
+    "a product with weights": lambda model, batch: (
+        (model(batch) - batch).square().mean(1).dot(batch[:, 0]) / batch[:, 0].sum()
+    ),
+}
 MEANS = {
     "the best of each sample": lambda model, batch: model(batch).topk(2).values.mean(),
     "plain": lambda model, batch: functional.mse_loss(model(batch), batch),
@@ -131,6 +149,26 @@ def test_a_mean_over_something_else_than_samples_is_told(tmp_path: Path, capsys:
         assert "a mean over 14 values in a batch of 4 samples and 13 in one of 4" in line
         assert "dt.LossSum(sum, count)" in line
         assert told(tmp_path / f"whole {number}", capsys, loss, 8) == []
+
+
+def test_a_sum_by_its_weights_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only a plain sum by a whole number was: weights, and a mask with an epsilon, went on as means over samples."""
+    for number, loss in enumerate(BY_WEIGHTS.values()):
+        (line,) = told(tmp_path / str(number), capsys, loss, 4)
+        assert "is taken for a mean over samples" in line
+        assert "dt.LossSum(sum, count)" in line
+        assert told(tmp_path / f"whole {number}", capsys, loss, 8) == []
+
+
+def test_a_sum_by_the_samples_of_the_whole_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was taken for a mean over the batch, so its gradients were as many times too small as the step has batches."""
+
+    def by_step(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) - batch).square().sum() / 8
+
+    (line,) = told(tmp_path / "divided", capsys, by_step, 4)
+    assert "--loss-weighting sum" in line
+    assert told(tmp_path / "whole", capsys, by_step, 8) == []
 
 
 def test_buffers_that_each_forward_changes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ divided step do not come to what the whole one does.
 
 import ast
 import inspect
+import math
 import textwrap
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -315,12 +316,13 @@ class DivisionWatch:
 
     def __init__(self, session: Session, model: nn.Module, say: Callable[[str], None], *, is_called: bool) -> None:
         self._has_peers, self._model, self._say = session.world.size > 1, model, say
+        self._step_samples = session.job.largest_batch or 0
         # How many batches are looked at.
         self._num_left = COUNTED_STEPS if session.weighting.reason == "not measured" else 0
         self._buffers = _buffers_but_of_norms(model)
         self._versions: list[int] = []
         self._outputs = _Outputs(model) if is_called and not session.holds_parts else None
-        self._counts: list[tuple[int, list[int]]] = []  # of each batch: its samples, and what its means are over
+        self._counts: list[tuple[int, list[float]]] = []  # of each batch: its samples, and what its means are over
         self._told = set[str]()
 
     def begin(self, micro: MicroBatch) -> None:
@@ -370,7 +372,8 @@ class DivisionWatch:
 
     def _about_loss(self, micro: MicroBatch, loss: Any, *, is_first: bool) -> dict[str, str]:
         found: dict[str, str] = {}
-        if is_first and isinstance(loss, Tensor) and looks_like_a_sum(loss, max(1, micro.num_samples)):
+        sizes = max(1, micro.num_samples), self._step_samples
+        if is_first and isinstance(loss, Tensor) and looks_like_a_sum(loss, *sizes):
             found["sum"] = (
                 "it looks like a sum over its batch, and is taken for a mean, so its gradients depend on how many "
                 "batches a step is divided into. --loss-weighting sum adds them up, as in a loop without "
@@ -410,10 +413,18 @@ class DivisionWatch:
         now = micro.num_samples, mean_counts(loss)
         for num_samples, counts in self._counts:
             for before, after in zip(counts, now[1], strict=False) if len(counts) == len(now[1]) else ():
-                if before != after and before * now[0] != after * num_samples:
-                    return f"{before} values in a batch of {num_samples} samples and {after} in one of {now[0]}"
+                if _are_close(before, after) or _are_close(before * now[0], after * num_samples):
+                    continue
+                if float(before).is_integer() and float(after).is_integer():
+                    return f"{before:.0f} values in a batch of {num_samples} samples and {after:.0f} in one of {now[0]}"
+                sizes = f"in a batch of {num_samples} samples and to {after:.4g} in one of {now[0]}"
+                return f"weights that add up to {before:.4g} {sizes}"
         self._counts.append(now)
         return ""
+
+
+def _are_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-5)  # sums of float32 are rounded
 
 
 def _buffers_but_of_norms(model: nn.Module) -> dict[str, Tensor]:

@@ -252,17 +252,19 @@ _NODES_LOOKED_AT = 64  # of a loss, from its end
 _LINEAR = {"AddBackward0", "SubBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0"}
 
 
-def looks_like_a_sum(loss: Tensor, num_samples: int) -> bool:
+def looks_like_a_sum(loss: Tensor, num_samples: int, step_samples: int) -> bool:
     """Return whether a loss is a sum over its batch, by how it was computed: every term of it ends in such a sum.
 
-    Means, terms that are divided, and sums over anything else, such as weights, are none.
+    Means, terms that are divided, and sums over anything else, such as weights, are none. One that is divided by
+    `step_samples`, the samples of the whole step, is a sum: its batches add up to the mean.
     """
     nodes: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)] if loss.grad_fn is not None else []
     has_sum = False
     while nodes:
         node, factor = nodes.pop()
-        if node.name() in _LINEAR:
-            by = getattr(node, "_saved_other", None)
+        is_by_step = step_samples != num_samples and _divisor(node) == step_samples
+        if node.name() in _LINEAR or is_by_step:
+            by = None if is_by_step else getattr(node, "_saved_other", None)
             factor *= 1.0 if by is None or by.numel() != 1 else abs(float(by))
             nodes += [(other, factor) for other, _ in node.next_functions if other is not None]
             continue
@@ -313,12 +315,12 @@ def _mean_entropies(losses: Sequence[Tensor]) -> Iterator[Any]:
         nodes += [other for other, _ in node.next_functions if other is not None]
 
 
-def mean_counts(loss: Tensor) -> list[int]:
-    """Return how many values each mean near the end of a loss is over, also where a sum is divided by a count.
+def mean_counts(loss: Tensor) -> list[float]:
+    """Return how many values each mean near the end of a loss is over, or by what a sum is divided, such as weights.
 
     The host waits for the device.
     """
-    nodes, found = [loss.grad_fn] if loss.grad_fn is not None else [], list[int]()
+    nodes, found = [loss.grad_fn] if loss.grad_fn is not None else [], list[float]()
     for _ in range(_NODES_LOOKED_AT):
         if not nodes:
             break
@@ -331,17 +333,31 @@ def mean_counts(loss: Tensor) -> list[int]:
     return found
 
 
-def _count_of_mean(node: Any) -> int | None:
+def _count_of_mean(node: Any) -> float | None:
     if node.name() == "MeanBackward0":
         return int(node._saved_self_sym_numel)
     if getattr(node, "_saved_reduction", 0) == 1:
         values = getattr(node, "_saved_target", None)
         return None if values is None else int(values.numel())
-    if node.name() == "DivBackward0" and [it.name() for it, _ in node.next_functions[:1] if it] == ["SumBackward0"]:
-        by = node._saved_other
-        if by is not None and by.numel() == 1 and not by.requires_grad and float(by).is_integer():
-            return int(by)
-    return None
+    return _divisor(node)
+
+
+def _divisor(node: Any) -> float | None:
+    """Return the number, without a gradient, that a node divides sums by; None where it does something else."""
+    if node.name() != "DivBackward0" or not _are_sums(node.next_functions[0][0]):
+        return None
+    by = node._saved_other
+    return None if by is None or by.numel() != 1 or by.requires_grad else float(by)
+
+
+def _are_sums(node: Any) -> bool:
+    """Return whether a value was computed by adding up sums."""
+    if node is None:
+        return False
+    if node.name() in _LINEAR:
+        terms = [other for other, _ in node.next_functions if other is not None]
+        return bool(terms) and all(map(_are_sums, terms))
+    return node.name() in ("SumBackward0", "DotBackward0") or getattr(node, "_saved_reduction", 0) == 2
 
 
 def leaves_of(results: Sequence[Tensor]) -> list[Tensor]:
