@@ -178,6 +178,51 @@ def test_buffers_that_each_forward_changes_are_told(tmp_path: Path, capsys: pyte
     assert told(tmp_path / "whole", capsys, MEANS["plain"], 8, norm=True) == []
 
 
+class Replacing(nn.Module):
+    """Replaces its buffers instead of writing to them: a moving mean, and a cache that grows with its input."""
+
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__()
+        self.layer, self.moves, self.num_calls = nn.Linear(5, 5), moves, 0
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("cache", torch.zeros(0))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.cache = torch.ones(self.num_calls)
+        self.mean = 0.9 * self.mean + 0.1 * batch.mean(0) if self.moves else self.mean.clone()
+        return self.layer(batch)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_buffers_that_each_forward_replaces_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], moves: bool
+) -> None:
+    """Only those that were written to were seen, so the codes of a VQ-VAE moved once for each batch in silence."""
+    model = Replacing(moves=moves)
+    run = driven(tmp_path, model)
+    for batch in run:
+        run.backward(functional.mse_loss(model(batch), batch))
+        run.step()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  loss ")]
+    assert [" changes mean," in line for line in lines] == [True] * moves
+
+
+def test_a_loop_that_is_left_after_its_forward_has_replaced_buffers_goes_on_from_before(tmp_path: Path) -> None:
+    model = Replacing(moves=True)
+    run = driven(tmp_path, model)
+    for number, batch in enumerate(run):
+        loss = functional.mse_loss(model(batch), batch)
+        if number == 2:  # the first of the second step
+            break
+        run.backward(loss)
+        run.step()
+    assert not run.finished
+    model = Replacing(moves=True)
+    again = driven(tmp_path, model)
+    assert again.steps == 0  # that of step 1 would hold what a batch of step 2 left behind
+
+
 @pytest.mark.parametrize("name", MEANS)
 def test_of_a_mean_over_samples_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert told(tmp_path / "divided", capsys, MEANS[name], 4) == []

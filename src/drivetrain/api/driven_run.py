@@ -142,7 +142,7 @@ class DrivenRun:
         self._late = LateSaver(self._saver, puts_off=self.puts_off_saves)
         self.trainer = self._make_trainer(checkpoint)
         self._replicas = self._replica_check()
-        self._buffers = list(parts.model.buffers())
+        self._holders = [it._buffers for it in parts.model.modules() if it._buffers]
         self._was_training = heeds_mode(parts.model) and parts.model.training
         self._failure: Exception | None = None  # of the save when the loop was left
         self._error: Exception | None = None  # in what follows a step
@@ -332,8 +332,9 @@ class DrivenRun:
         self.recorder.event("note", text=text)
         self.recorder.say(text)
 
-    def _buffer_versions(self) -> list[int]:
-        return [buffer._version for buffer in self._buffers]
+    def _buffer_versions(self) -> list[tuple[Tensor, int]]:
+        """Return the buffers with their versions: a forward may write to them, and may replace them."""
+        return [(it, it._version) for held in self._holders for it in held.values() if it is not None]
 
     def _remember(self) -> None:
         """Remember the position at which the state is that of `steps` steps.
@@ -364,7 +365,7 @@ class DrivenRun:
                 f"and they may be gone: it will go on from step {max(saved, default=0)}"
             )
             return
-        if self.steps not in saved and self._versions != self._buffer_versions():
+        if self.steps not in saved and _marks(self._versions) != _marks(self._buffer_versions()):
             self.recorder.say(
                 f"the loop was left inside step {self.steps + 1}, which has changed the model's buffers already: it "
                 f"will go on from step {max(saved, default=0)}"
@@ -378,6 +379,10 @@ class DrivenRun:
             self.recorder.event("checkpoint", step=self.steps)
         self.recorder.finish(False, self.steps)
         self._ended = (False, self.steps, "")
+
+
+def _marks(versions: Sequence[tuple[Tensor, int]]) -> list[tuple[int, int]]:
+    return [(id(buffer), version) for buffer, version in versions]
 
 
 class LateSaver:
@@ -749,18 +754,19 @@ class LoopWatch:
         if not driven.puts_off_saves:
             self._saved_as = "as hooks leave it: change it in one, dt.every(1, …)"
         self._told = set[str]()
-        self._beside, self._beside_watch = _beside_training(driven), KeptWatch(nn.Module())
+        self._beside = partial(_beside_training, driven)  # read anew each time: a buffer may be replaced by another
+        self._beside_watch = KeptWatch(nn.Module())
 
     def stepped(self, *, is_due: bool) -> None:
         """Look at what is not trained, where `run.step()` has let the loop go on with more batches of the step."""
-        if self._beside and not is_due and self._num_steps <= COUNTED_STEPS:
-            self._beside_watch.look_at(self._beside)
+        if not is_due and self._num_steps <= COUNTED_STEPS and (beside := self._beside()):
+            self._beside_watch.look_at(beside)
             self._is_accumulating = True
 
     def _tell_of_each_batch(self) -> None:
         """Tell if the loop changes a teacher, say, with each batch that it gets, and not with each step."""
         self._is_accumulating = False
-        names = self._beside_watch.look_at(self._beside)
+        names = self._beside_watch.look_at(self._beside())
         if names and not self._has_told_of_each_batch:
             self._has_told_of_each_batch = True
             self._say(

@@ -319,8 +319,7 @@ class DivisionWatch:
         self._step_samples = session.job.largest_batch or 0
         # How many batches are looked at.
         self._num_left = COUNTED_STEPS if session.weighting.reason == "not measured" else 0
-        self._buffers = _buffers_but_of_norms(model)
-        self._versions: list[int] = []
+        self._buffers: dict[str, tuple[Tensor, int]] = {}  # with their versions, before a batch is computed
         self._outputs = _Outputs(model) if is_called and not session.holds_parts else None
         self._counts: list[tuple[int, list[float]]] = []  # of each batch: its samples, and what its means are over
         self._told = set[str]()
@@ -329,7 +328,7 @@ class DivisionWatch:
         """Prepare to look at a batch that is handed out now."""
         if not self._is_divided(micro):
             return
-        self._versions = [buffer._version for buffer in self._buffers.values()]
+        self._buffers = {name: (it, it._version) for name, it in _buffers_but_of_norms(self._model).items()}
         if self._outputs is not None:
             self._outputs.watch()
 
@@ -366,9 +365,9 @@ class DivisionWatch:
         return self._num_left > 0 and (self._has_peers or not micro.is_last or micro.number > 0)
 
     def _changed_buffers(self) -> list[str]:
-        versions, self._versions = self._versions, []
-        pairs = zip(self._buffers.items(), versions, strict=False)  # none where the step has a closure
-        return [name for (name, buffer), version in pairs if buffer._version != version]
+        before, self._buffers = self._buffers, {}  # none where the step has a closure
+        now = _buffers_but_of_norms(self._model) if before else {}
+        return [name for name, (it, version) in before.items() if name in now and _differs(now[name], it, version)]
 
     def _about_loss(self, micro: MicroBatch, loss: Any, *, is_first: bool) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -430,6 +429,13 @@ def _are_close(one: float, other: float) -> bool:
 def _buffers_but_of_norms(model: nn.Module) -> dict[str, Tensor]:
     of_norms = {id(it) for part in model.modules() if isinstance(part, _BatchNorm) for it in part.buffers()}
     return {name: it for name, it in model.named_buffers() if id(it) not in of_norms}
+
+
+def _differs(now: Tensor, before: Tensor, version: int) -> bool:
+    """Return whether a buffer was written to, or replaced by another of the same shape: not a cache that has grown."""
+    if now is before:
+        return now._version != version
+    return now.shape == before.shape and not torch.equal(now, before)
 
 
 class _Outputs:
