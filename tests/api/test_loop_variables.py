@@ -1,10 +1,18 @@
-"""Which variables of a loop are carried into the loss of a later step, as its source tells."""
+"""What a loop, its functions and its model carry into the loss of a later step."""
 
 import ast
+import random
 import textwrap
+from collections import deque
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
+import drivetrain as dt
 from drivetrain.api.loop_checks import _AttributesOfSelf, _carried, _choices, _innermost_loop
 
 CARRIED = {
@@ -250,3 +258,93 @@ def test_carried_into_a_choice(name: str) -> None:
 @pytest.mark.parametrize("name", CHOOSES_NOT)
 def test_carried_into_no_choice(name: str) -> None:
     assert carried(CHOOSES_NOT[name], chooses=True) == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the model and the functions of the loop keep, which its own source does not show
+
+DRAWS, SEEN, MOVING = np.random.default_rng(0), deque[Tensor](maxlen=2), nn.BatchNorm1d(3)
+CALLS, LOGGED = 0, list[float]()
+
+
+def drawing(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch + noise_of(batch)).square().mean()
+
+
+def noise_of(batch: Tensor) -> Tensor:
+    return torch.as_tensor(DRAWS.normal(size=batch.shape), dtype=batch.dtype)
+
+
+def counting(model: nn.Module, batch: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return CALLS * model(batch).square().mean()
+
+
+def remembering(model: nn.Module, batch: Tensor) -> Tensor:
+    SEEN.append(batch.detach())
+    return (model(batch).mean() - torch.cat(list(SEEN)).mean()).square()
+
+
+def normalizing(model: nn.Module, batch: Tensor) -> Tensor:
+    return MOVING(model(batch)).square().mean() + MOVING.running_var.mean()
+
+
+def logging(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = model(batch).square().mean()
+    LOGGED.append(float(loss.detach()))
+    return loss
+
+
+def plainly(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+class Remembering(nn.Module):
+    """Has a state that goes on from call to call, and what only the last call has left."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind, self.draws = nn.Linear(3, 3), kind, random.Random(0)
+        self.hidden: Tensor | None = None
+        self.last, self.seen = torch.zeros(1), list[Tensor]()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        result = self.layer(batch)
+        if self.kind == "hidden":
+            result = result if self.hidden is None else result + self.hidden
+            self.hidden = result.detach().mean(0)
+        elif self.kind == "draws":
+            result = result * self.draws.random()
+        self.last = result.detach()
+        self.seen.append(self.last)
+        return result + 0 * self.last
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "name"),
+    [
+        (drawing, "", "DRAWS"),
+        (counting, "", "CALLS"),
+        (remembering, "", "SEEN"),
+        (normalizing, "", "MOVING"),
+        (plainly, "hidden", "model.0.hidden"),
+        (plainly, "draws", "model.0.draws"),
+        (logging, "", ""),
+        (plainly, "", ""),
+    ],
+)
+def test_what_functions_and_models_keep_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: Any, kind: str, name: str
+) -> None:
+    """Only variables of the loop itself were looked at: a resumed run went on otherwise, and nothing said so."""
+    model = nn.Sequential(Remembering(kind))
+    config = dt.configure(output_dir=tmp_path, gpu_mode="cpu", report=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = dt.drive(model, sgd, torch.randn(20, 3), name="keeps", global_batch=4, epochs=1, config=config)
+    for batch in run:
+        value = loss(model, batch)
+        run.backward(value)
+        run.step()
+    told = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    assert [f"loop       {name} changes with the steps" in line for line in told] == [True] * bool(name)

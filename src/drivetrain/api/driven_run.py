@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from drivetrain.api.loop_checks import COUPLED, OF_BATCH, CarriedNames, Closure, carried_variables, value_of
+from drivetrain.api.loop_checks import (
+    COUPLED,
+    OF_BATCH,
+    CarriedNames,
+    Closure,
+    carried_variables,
+    kept_by_functions,
+    kept_by_model,
+    value_of,
+)
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
 from drivetrain.core.errors import BadResumeError, DrivetrainError
 from drivetrain.core.hook import StepContext
@@ -744,7 +753,8 @@ class LoopWatch:
 
     def __init__(self, run: object, driven: DrivenRun, *, has_turns: bool) -> None:
         self._run, self._say, self._num_steps, self._has_turns = run, driven.recorder.say, 0, has_turns
-        self._modules, self._others = KeptWatch(driven.parts.model), KeptWatch(driven.parts.model)
+        self._model = driven.parts.model
+        self._modules, self._others, self._hidden = (KeptWatch(self._model) for _ in range(3))
         sets_epoch = hasattr(driven.loader.source.dataset, "set_epoch")
         self._data = None if sets_epoch or driven.has_hooks else DataWatch(driven.loader)
         self._carried_names: CarriedNames | None = None  # once the source of the loop was read
@@ -787,7 +797,9 @@ class LoopWatch:
         while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NO_LOOPS:
             frame = frame.f_back
         modules = {name: it for name, it in frame.f_locals.items() if isinstance(it, nn.Module)}
-        names, other_names = self._modules.look_at(modules), self._others.look_at(self._carried(frame))
+        carried = self._carried(frame)
+        names, other_names = self._modules.look_at(modules), self._others.look_at(carried)
+        hidden_names = self._hidden.look_at(self._kept_elsewhere(frame, {*modules, *carried}))
         if self._num_steps < COUNTED_STEPS or self._carried_names is None:
             return
         self._tell(
@@ -799,6 +811,11 @@ class LoopWatch:
             [name for name in other_names if name in self._carried_names.into_loss],
             "run.steps counts steps, a tensor can be a buffer of the model (register_buffer), other state can be "
             "kept by a hook with state_dict, and other data belongs into the data set",
+        )
+        self._tell(
+            hidden_names,
+            "A tensor can be a buffer of the model (register_buffer), other state can be kept by a hook with "
+            "state_dict, and the generators of torch, numpy and Python are seeded for each batch",
         )
         self._tell(
             [name for name in other_names if name in self._carried_names.into_choices],
@@ -851,6 +868,21 @@ class LoopWatch:
         names = [*self._carried_names.into_loss, *self._carried_names.into_choices]
         shown = {name: self._shown(found.get(name)) for name in names}
         return {name: value for name, value in shown.items() if value is not None}
+
+    def _kept_elsewhere(self, frame: FrameType, known: set[str]) -> dict[str, Any]:
+        """Return what the model's forward and the functions of the loss may keep from one step for the next."""
+        assert self._carried_names is not None
+        found = {**frame.f_globals, **frame.f_locals}
+        used = {name: value_of(name, found) for name in self._carried_names.used if name not in known}
+        modules = {name: it for name, it in used.items() if isinstance(it, nn.Module)}
+        functions = [it for name, it in used.items() if callable(it) and name not in modules and it is not self._run]
+        kept = {**kept_by_model(self._model), **modules, **kept_by_functions(functions)}
+        is_saved = {id(self._run), id(self._model)}
+        return {
+            name: it
+            for name, it in kept.items()
+            if name not in known and id(it) not in is_saved and not isinstance(it, (Optimizer, Iterator))
+        }
 
     def _tell_of_divisors(self, names: CarriedNames, found: Mapping[str, Any]) -> None:
         """Tell if the loop divides its loss by a number of accumulated batches, as other trainers want it."""

@@ -10,7 +10,8 @@ import math
 import textwrap
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
+from functools import cache
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.metrics import LossSum, NamedLosses
+from drivetrain.core.state import kept_by
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, leaves
 from drivetrain.loop.trainer import COUNTED_STEPS
@@ -48,6 +50,7 @@ class CarriedNames(NamedTuple):
 
     into_loss: Sequence[str] = ()
     into_choices: Sequence[str] = ()  # whether to save a file, or to end the loop, and not into the loss
+    used: Sequence[str] = ()  # what the loss is computed with, whether it changes or not: functions among them
     divisors: Sequence[str] = ()  # numbers of batches to accumulate, by which the loss is divided
 
 
@@ -67,7 +70,8 @@ def carried_variables(frame: FrameType, is_run: Sequence[str]) -> CarriedNames:
         into_loss = _carried(loop, set(is_run))
         others = _carried(loop, set(is_run), _choices(loop))
         into_choices = [name for name in others if name not in into_loss]
-        return CarriedNames(into_loss, into_choices, _divisors(loop, set(is_run)))
+        used = sorted(_needed(loop, set(is_run)))
+        return CarriedNames(into_loss, into_choices, used, _divisors(loop, set(is_run)))
     except Exception:  # noqa: BLE001  (it is advice: whatever the source is, the loop goes on)
         return CarriedNames()
 
@@ -79,6 +83,72 @@ def value_of(name: str, found: Mapping[str, Any]) -> Any:
     for attribute in others:
         value = getattr(value, attribute, None)
     return value
+
+
+_MOST_FUNCTIONS = 64
+_METRICS = ("torcheval", "torchmetrics")  # packages of modules that count what no loss depends on
+
+
+def kept_by_functions(given: Sequence[Any]) -> dict[str, Any]:
+    """Return by name what functions of the user's, and those they call, refer to: variables that they may change."""
+    found, seen, left = dict[str, Any](), set[int](), list(given)
+    while left and len(seen) < _MOST_FUNCTIONS:
+        function = left.pop()
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if code is None:  # a class, or an object that can be called
+            if not isinstance(function, type):
+                found.setdefault(type(function).__name__, getattr(function, "__dict__", {}))
+            continue
+        if id(code) in seen or "site-packages" in code.co_filename:
+            continue
+        seen.add(id(code))
+        owned = vars(owner) if (owner := getattr(function, "__self__", None)) is not None else {}
+        for name, value in kept_by(function):
+            if isinstance(value, (FunctionType, MethodType)):
+                left.append(value)
+            elif not isinstance(value, (type, ModuleType)) and (name not in owned or name in code.co_names):
+                found.setdefault(name, value)
+    return {name: value for name, value in found.items() if type(value).__module__.split(".")[0] not in _METRICS}
+
+
+def kept_by_model(model: nn.Module) -> dict[str, Any]:
+    """Return by name what modules of the user's keep from one forward for the next, outside of buffers.
+
+    Attributes that `forward` reads before it sets them: not what it leaves for the loss, such as an auxiliary one.
+    Numbers are left out, which every run looks at.
+    """
+    found = dict[str, Any]()
+    for prefix, module in model.named_modules():
+        if type(module).__module__.split(".")[0] in ("torch", "drivetrain", *_METRICS):
+            continue
+        for name in _read_first(type(module).forward):
+            value = vars(module).get(name)
+            if value is not None and not isinstance(value, (int, float, nn.Module)):
+                found[f"model.{prefix}.{name}" if prefix else f"model.{name}"] = value
+    return found
+
+
+@cache
+def _read_first(forward: Callable[..., Any]) -> frozenset[str]:
+    """Return the attributes that a method reads before it sets them, and does not only add to."""
+    try:
+        source = textwrap.dedent(inspect.getsource(forward))
+        (function,) = _AttributesOfSelf().visit(ast.parse(source)).body
+        flow = _Flow(set())
+        flow.take_all(function.body)
+    except Exception:  # noqa: BLE001  (it is advice: whatever the source is, the loop goes on)
+        return frozenset()
+    added_to = {id(it) for node in ast.walk(function) for it in _only_called(node)}
+    loaded = {it.id for it in ast.walk(function) if isinstance(it, ast.Name) and id(it) not in added_to}
+    return frozenset(name.removeprefix("self.") for name in flow.read_first & loaded if name.startswith("self."))
+
+
+def _only_called(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the object of a statement that only calls a method, as `self.seen.append(x)`, and what is assigned."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+        yield node.value.func.value
+    elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        yield node
 
 
 class _AttributesOfSelf(ast.NodeTransformer):

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -164,7 +165,7 @@ class KeptWatch:
 
     def look(self, function: Any) -> list[str]:
         """Return the names of what has changed since the last look at this function; none at the first look."""
-        return self._changed(id(function), _kept_by(function))
+        return self._changed(id(function), kept_by(function))
 
     def look_at(self, variables: Mapping[str, Any]) -> list[str]:
         """Return the names of variables whose value has changed since the last look at them."""
@@ -193,8 +194,9 @@ class KeptWatch:
             parts: Any = value.state_dict(keep_vars=True)
         elif isinstance(value, dict):
             parts = dict(islice(value.items(), _MOST_KEPT))
-        elif isinstance(value, (list, tuple)):  # of anything else: a log
-            parts = dict(enumerate(value[:_MOST_KEPT])) if value and isinstance(value[0], (Tensor, nn.Module)) else {}
+        elif isinstance(value, (list, tuple, deque)):  # of anything else: a log
+            is_looked_at = bool(value) and isinstance(value[0], (Tensor, nn.Module))
+            parts = dict(enumerate(islice(value, _MOST_KEPT))) if is_looked_at else {}
         else:  # an object: its numbers may be those of a clock, or of a tracker
             is_object = not (callable(value) or isinstance(value, ModuleType))
             parts, numbers = getattr(value, "__dict__", {}) if is_object else {}, False
@@ -217,7 +219,7 @@ def _can_add(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not (tensor.is_complex() or tensor.is_meta or is_distributed(tensor))
 
 
-def _kept_by(function: Any) -> Iterator[tuple[str, Any]]:
+def kept_by(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield by name what a function, a method or a callable object can keep something in."""
     function = getattr(function, "_function", function)  # of a hook that `every` made
     if isinstance(function, partial):
@@ -252,7 +254,7 @@ class BesideLoss:
 
     def __init__(self, losses: Iterable[Any], model: nn.Module) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
-        values = [value for loss in losses for _, value in _kept_by(loss)]
+        values = [value for loss in losses for _, value in kept_by(loss)]
         held = {id(value): value for value in values if isinstance(value, (nn.Module, Tensor)) and value is not model}
         if not held:  # as in most jobs: the model, which hooks may have changed, is not listed for each validation
             return
