@@ -177,6 +177,50 @@ def mean_of_means(folder: str, variant: Variant, micro_batch: int) -> Trained | 
     return read(going.folder) if going.world.is_main else None
 
 
+def averaged_loop(folder: str, kind: str) -> dict[str, Tensor] | str:
+    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    models: dict[str, nn.Module] = {"net": net}
+    trained = list(net.parameters())
+    if kind == "average":
+        models["average"] = torch.optim.swa_utils.AveragedModel(net)
+    elif kind == "head":
+        trained = list(net[2].parameters())
+    elif kind == "unused":
+        models["other"] = nn.Linear(3, 1).double()
+        trained += models["other"].parameters()
+    config = dt.configure(output_dir=folder, gpu_mode="cpu", report=False)
+    data = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    sgd = torch.optim.SGD(trained, lr=0.1)
+    going = dt.drive(models, sgd, data, name="averaged", global_batch=4, epochs=1, config=config)
+    try:
+        for batch in going:
+            going.backward((net(batch) - batch.sum(1, keepdim=True)).square().mean())
+            going.step()
+            if kind == "average":
+                models["average"].update_parameters(net)  # type: ignore[operator]
+    except DrivetrainError as error:
+        return error.message
+    assert all(it.requires_grad for model in models.values() for it in model.parameters())
+    return {name: value.clone() for name, value in nn.ModuleDict(models).state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["average", "head"])
+def test_weights_in_no_optimizer_are_not_waited_for(gloo_pool: GlooPool, tmp_path: Path, kind: str) -> None:
+    """An average given to the run as a model ended it: the loop was said to have changed gradients."""
+    expected = averaged_loop(str(tmp_path / "one"), kind)
+    assert isinstance(expected, dict)
+    for found in gloo_pool.run(averaged_loop, str(tmp_path / "two"), kind, world=2):
+        assert isinstance(found, dict), found
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=name)
+
+
+def test_weights_that_the_loss_leaves_out_are_named(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    for message in gloo_pool.run(averaged_loop, str(tmp_path), "unused", world=2):
+        assert "no gradient reached other.weight" in message
+
+
 def test_a_planted_mean_of_means_is_caught(gloo_pool: GlooPool, tmp_path: Path) -> None:
     variant = Variant("transformer")
     driven = gloo_pool.run(mean_of_means, str(tmp_path), variant, 8, world=2)[0]

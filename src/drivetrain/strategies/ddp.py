@@ -4,8 +4,8 @@ Loss sum, count and stop request travel with the gradients: they are the gradien
 in every forward at value zero. So a step has no extra collective, and no extra wait.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -56,6 +56,18 @@ class _CarryingObjective(Objective):
         return torch.full((), part, dtype=self.carrier.dtype, device=self.carrier.device)
 
 
+@contextmanager
+def _frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Freeze parameters while DDP is made: it still shares their values, and waits for no gradients of theirs."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
 class DdpStrategy:
     """One process per device; the same weights on all of them after every step."""
 
@@ -77,15 +89,16 @@ class DdpStrategy:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
             self._objective, [*self.ignored, *sparse]
         )
-        self._ddp = DistributedDataParallel(
-            self._objective,
-            device_ids=[self._world.device] if self._world.device.type == "cuda" else None,
-            process_group=self._world.group,
-            find_unused_parameters=options.find_unused_parameters,
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            bucket_cap_mb=options.bucket_cap_mb,
-        )
+        with _frozen(self._in_no_optimizer()):
+            self._ddp = DistributedDataParallel(
+                self._objective,
+                device_ids=[self._world.device] if self._world.device.type == "cuda" else None,
+                process_group=self._world.group,
+                find_unused_parameters=options.find_unused_parameters,
+                static_graph=options.static_graph,
+                gradient_as_bucket_view=options.gradient_as_bucket_view,
+                bucket_cap_mb=options.bucket_cap_mb,
+            )
         # Not as an argument, whose name changes between versions of torch. At the start buffers are shared anyway.
         self._ddp.broadcast_buffers = options.broadcast_buffers
         self._samples = 0
@@ -94,6 +107,11 @@ class DdpStrategy:
         parts.forget_step()
         self._ddp.zero_grad()
         return self._call
+
+    def _in_no_optimizer(self) -> list[nn.Parameter]:
+        """Return the weights that nothing trains and that could have gradients, such as those of an `AveragedModel`."""
+        trained = set(map(id, self._parts.trained))
+        return [it for it in self._parts.model.parameters() if it.requires_grad and id(it) not in trained]
 
     def _call(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
         self._samples = step_samples
