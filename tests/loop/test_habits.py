@@ -226,3 +226,25 @@ def test_what_a_hook_of_the_optimizer_keeps_is_told(tmp_path: Path, capsys: pyte
     told = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint holds" in line]
     assert len(told) == 1
     assert "before keeps count, which no checkpoint holds" in told[0]
+
+
+class Observed(nn.Module):
+    """Scales by the largest output so far, a number that its first forward sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.largest, self.num_inputs = nn.Linear(4, 1), None, None
+
+    def forward(self, inputs: Tensor) -> Any:
+        outputs = self.layer(inputs).squeeze(1)
+        now = float(outputs.detach().abs().max())
+        self.largest = now if self.largest is None else 0.9 * self.largest + 0.1 * now
+        self.num_inputs = inputs.shape[1]
+        return outputs / (1 + self.largest)
+
+
+def test_a_number_that_the_first_forward_sets_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was not there before the first step, so nothing compared it; a resumed run began it anew in silence."""
+    train(tmp_path, Observed())
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "changes with every step" in line]
+    assert told.startswith("  model      largest changes with every step")

@@ -131,7 +131,8 @@ class CountingWatch:
     def look(self) -> list[str]:
         """Return the names of those that have changed between all looks so far."""
         now = self._numbers()
-        changed = {name for name, value in now.items() if name in self._before and value != self._before[name]}
+        # What the first forward sets, where there was None, has changed, too.
+        changed = {name for name, value in now.items() if value != self._before.get(name)}
         self._before = now
         self._changing = changed if self._changing is None else self._changing & changed
         return sorted(self._changing)
