@@ -270,12 +270,24 @@ def looks_like_a_sum(loss: Tensor, num_samples: int, step_samples: int) -> bool:
             continue
         sizes = list(getattr(node, "_saved_self_sym_sizes", ()) if node.name() == "SumBackward0" else [num_samples])
         is_sum = node.name() == "SumBackward0" or getattr(node, "_saved_reduction", 1) == 2
-        if not is_sum or not sizes or sizes[0] == 0 or sizes[0] % num_samples:
+        if not is_sum or not sizes or sizes[0] == 0 or sizes[0] % num_samples or _is_over_weights(node):
             return False
         if any(math.isclose(factor * number, 1.0, rel_tol=0.01) for number in (sizes[0], math.prod(sizes))):
             return False  # what it is multiplied by makes it a mean
         has_sum = True
     return has_sum
+
+
+def _is_over_weights(node: Any) -> bool:
+    """Return whether a sum is over what was computed from weights alone: a penalty, or gradients given as a loss."""
+    for _ in range(_NODES_LOOKED_AT):
+        others = [other for other, _ in node.next_functions if other is not None]
+        if len(others) != 1:
+            return False
+        node = others[0]
+        if node.name() == "torch::autograd::AccumulateGrad":
+            return True
+    return False
 
 
 def leaves_labels_out(loss: Tensor) -> bool:
