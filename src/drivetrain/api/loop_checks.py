@@ -725,11 +725,7 @@ class GradientWatch:
             return
         self._num_compared += 1
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        total = sum(float(_values_of(it).abs().sum(dtype=torch.float64)) for it in gradients)
-        told = self._world.gather((total, len(gradients) < len(self._trained)))
-        sums = [of_rank[0] for of_rank in told]
-        if any(of_rank[1] for of_rank in told):
-            return  # ddp may still wait for gradients, and says of which
+        sums = self._world.gather(sum(float(_values_of(it).abs().sum(dtype=torch.float64)) for it in gradients))
         if max(sums) - min(sums) > 1e-6 * max(sums):
             raise DrivetrainError(
                 "the loop has changed the gradients of each process in another way after run.backward(loss), so the "

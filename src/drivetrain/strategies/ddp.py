@@ -128,9 +128,10 @@ class DdpStrategy:
 
     def backward(self, objective: Tensor) -> None:
         torch.autograd.backward(self._parts.scaler.scale(objective))
+        if self._ddp.require_backward_grad_sync:
+            self._refuse_unreduced()  # now: a rank that waits for the others in anything else would not get to it
 
     def step(self, stop: float) -> StepOutcome:
-        self._refuse_unreduced()
         carried = cast(Tensor, self._objective.carrier.grad) * self._world.size  # a copy: the bucket is used again
         if self._parts.scaler.is_enabled():
             carried = carried / self._parts.scale()
