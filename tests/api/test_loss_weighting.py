@@ -239,6 +239,18 @@ def test_the_division_is_kept_where_it_is_part_of_what_is_learnt(tmp_path: Path,
     assert found["rule"]["by"] == ("tokens" if name == "batch normalization" else "samples")
 
 
+def test_a_count_with_the_same_mean_in_each_part_is_told_apart() -> None:
+    # Samples of topic 0, or without a label from the second token on, come last: 3 and 1 labels, as many as 2 and 2.
+    labeled = [(0, 3), (1, 1)] + [(1, 2), (0, 3)] * 9
+    items = [
+        {"labels": torch.tensor([5] * number + [-100] * (LENGTH - number)), "topic": topic} for topic, number in labeled
+    ]
+    chosen = loss_weighting._chosen(items, [default_collate([item]) for item in items], 10)
+    parts = [chosen[first:last] for first, last in pairwise(part_bounds(10))]
+    means = {sum(int(item["labels"].ne(-100).sum()) for item in part) / len(part) for part in parts}
+    assert len(means) > 1
+
+
 def test_padding_that_comes_late_is_looked_at_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = SampleStream(SAMPLES, SEED).samples(0, 0, SAMPLES).tolist()
 

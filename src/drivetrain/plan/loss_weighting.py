@@ -202,8 +202,8 @@ def weighting_of(
 
 _REASONS = {
     "weighted": "the loss is a weighted mean whose weights match no count in the batch (class weights, for example)",
-    "coupled": "the loss is not a mean or a sum over samples: it couples the samples of a batch, or adds terms that "
-    "belong to no sample",
+    "coupled": "the loss is not a mean or a sum over samples: it couples the samples of a batch, or adds means over "
+    "different items, or terms that belong to no sample",
     "unknown": "how the loss weights its samples could not be found out",
 }
 

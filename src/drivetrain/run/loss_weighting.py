@@ -328,10 +328,22 @@ def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
     # Parts differ in what they count, and so do samples within a part: then padding is distinguished from what counts.
     chosen[0], chosen[half - 1] = chosen[half - 1], chosen[0]
     # Without them a mean over labeled samples would look like a mean over all.
-    last = part_bounds(len(chosen))[-2]
-    for place, number in zip(range(len(chosen) - 1, last, -1), empty, strict=False):
+    places = list(range(part_bounds(len(chosen))[-2] + 1, len(chosen)))
+    for place, number in zip(reversed(places), empty, strict=False):
         chosen[place] = number
+    _tell_apart(chosen, places[: max(0, len(places) - len(empty))], varying)
     return [items[number] for number in chosen]
+
+
+def _tell_apart(chosen: list[int], places: Sequence[int], columns: Sequence[Sequence[float]]) -> None:
+    """Exchange samples where a count by chance has the same mean in each part: it would look like that of samples."""
+    bounds, free = part_bounds(len(chosen)), list(places)
+    for column in columns:
+        counts = [[column[number] for number in chosen[first:last]] for first, last in pairwise(bounds)]
+        if free and len({sum(count) / len(count) for count in counts}) == 1:
+            place = free.pop()
+            before = column[chosen[place]]
+            chosen[place] = max(range(len(column)), key=lambda number: abs(column[number] - before))
 
 
 def _cut(batch: Any, num_samples: int) -> Parts:
