@@ -1,5 +1,6 @@
 """Padding to few lengths, and packing: neither changes the loss or the gradients of the samples."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -348,6 +349,14 @@ def test_any_world_trains_like_a_plain_loop(
     assert trained.losses == pytest.approx(losses, abs=1e-9)
     for name, weight in model.named_parameters():
         np.testing.assert_allclose(trained.weights[f"model/{name}"], weight.detach().numpy(), rtol=0, atol=1e-9)
+
+
+def test_packed_rows_are_not_taken_for_samples_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line told users that their collate function had left out half of the samples."""
+    equal = [{"input_ids": [5] * 8}] * 4  # a row each
+    job = dt.hf.job(llama(), equal + [{"input_ids": [5, 7, 2]}] * 12, packing=True, max_steps=4, shuffle=False)
+    dt.train(dataclasses.replace(job, global_batch=4), dt.configure(output_dir=tmp_path, report=False), quiet=True)
+    assert "collate function" not in capsys.readouterr().err
 
 
 def test_predictions_have_a_row_per_sample(tmp_path: Path) -> None:

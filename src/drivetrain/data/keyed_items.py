@@ -196,7 +196,8 @@ class Collated:
             ) from (error if is_own else None)
         if batch is None:
             raise ItemError(f"the collate function {returned(batch)}\n  remedy: return the batch. {_LEAVE_OUT}")
-        if self.collate is not default_collate:
+        # A function with `packs` puts several samples into a row, and its loss counts what is in them.
+        if self.collate is not default_collate and not getattr(self.collate, "packs", False):
             self._look_at_rows(batch, len(items))
         return batch
 
