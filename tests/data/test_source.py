@@ -282,6 +282,21 @@ def test_items_with_nan_are_the_same_when_asked_twice() -> None:
     assert not same(torch.tensor([math.nan]), torch.tensor([1.0]))
 
 
+class Masking:
+    """Masks with a generator of its own, made when it is needed first, as a collator of transformers with a seed."""
+
+    generator: torch.Generator | None = None
+
+    def __call__(self, items: list[Any]) -> Any:
+        self.generator = self.generator or torch.Generator().manual_seed(3)
+        return default_collate(items) * torch.rand(len(items), 1, generator=self.generator)
+
+
+def test_a_collate_function_with_a_generator_of_its_own_is_reported() -> None:
+    found = exactness_warnings(KeyedItems(torch.ones(4, 2), 0), Collated(Masking()))
+    assert ["the collate function draws random numbers" in text for text in found] == [True]
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.jagged])
 def test_items_of_sparse_and_jagged_tensors_are_compared(layout: torch.layout) -> None:
     """A graph with its adjacency was refused with torch's words on operators and backends."""

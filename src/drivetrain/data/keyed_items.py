@@ -273,6 +273,12 @@ def exactness_warnings(items: KeyedItems, collate: Collate) -> list[str]:
             "other items. Remedy: draw from the global generators, and return new tensors"
         )
     drew, _ = draws_anything(lambda: collate(first))
+    own = Generators([collate])  # made by the first call, perhaps
+    before = own.states()
+    if not drew and before:
+        with own.kept():
+            collate(first)
+            drew = own.states() != before
     if drew:
         found.append(
             "the collate function draws random numbers: those depend on the micro-batch and the number of workers, and "
