@@ -81,6 +81,14 @@ def test_a_checkpoint_alone_is_a_run(tmp_path: Path) -> None:
         RunFolder.claim(tmp_path, "mine", {**JOB, "seed": 2})
 
 
+@pytest.mark.parametrize(("num_steps", "is_longer"), [(20, True), (5, False)])
+def test_extend_is_suggested_for_a_longer_run_alone(tmp_path: Path, num_steps: int, is_longer: bool) -> None:
+    with_a_step(RunFolder.claim(tmp_path, "mine", {**JOB, "num_steps": 10}))
+    with pytest.raises(DrivetrainError, match="unfinished run of another job") as caught:
+        RunFolder.claim(tmp_path, "mine", {**JOB, "num_steps": num_steps})
+    assert ("--extend" in caught.value.remedy) is is_longer
+
+
 def test_fresh_moves_a_run_aside(tmp_path: Path) -> None:
     for number in (1, 2):
         old = with_a_step(RunFolder.claim(tmp_path, "mine", {**JOB, "seed": number}))

@@ -195,7 +195,7 @@ class RunFolder:
         changed = differences(identity, read_job(self.path))
         if changed:
             remedy = "choose another --name, use the same settings to go on with that run, or --fresh to move it aside"
-            if all(key in _LENGTH for key, *_ in changed):
+            if all(key in _LENGTH for key, *_ in changed) and not _is_shorter(changed):
                 remedy = f"--extend goes on with it to the new length; or {remedy}"
             raise DrivetrainError(
                 f"{self.path} holds an unfinished run of another job: {_in_words(changed)}", remedy=remedy
@@ -211,8 +211,7 @@ class RunFolder:
                 f"{self.path} is a run of another job, and --extend only makes a run longer: {_in_words(others)}",
                 remedy="use the settings it was trained with, or another --name for a new run",
             )
-        is_shorter = any(now is not None and was is not None and now < was for _, now, was in changed)
-        if is_shorter or (not changed and is_finished(self.path)):
+        if _is_shorter(changed) or (not changed and is_finished(self.path)):
             length = f"{recorded['num_steps']} steps" if recorded.get("num_steps") else f"{recorded['epochs']} epochs"
             raise DrivetrainError(
                 f"{self.path} is not made longer by this job: it has {length} already",
@@ -360,6 +359,10 @@ def differences(identity: Mapping[str, Any], recorded: Mapping[str, Any]) -> lis
     return [
         (key, now.get(key), recorded.get(key)) for key in sorted({*now, *recorded}) if now.get(key) != recorded.get(key)
     ]
+
+
+def _is_shorter(changed: Sequence[tuple[str, Any, Any]]) -> bool:
+    return any(key in _LENGTH and None not in (now, was) and now < was for key, now, was in changed)
 
 
 def _in_words(changed: Sequence[tuple[str, Any, Any]]) -> str:
