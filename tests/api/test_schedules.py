@@ -389,7 +389,7 @@ def test_a_plateau_after_a_warm_up(tmp_path: Path) -> None:
     assert [row["lr"] for row in rows(tmp_path)] == pytest.approx([0.0125, 0.025, 0.0375, *[0.05] * 9], abs=1e-15)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.5], ids=str)
 @pytest.mark.parametrize("kind", ["function", "torch"])
 def test_a_rate_that_is_no_number_is_refused(tmp_path: Path, kind: str, value: float) -> None:
     """It names the schedule and the step, and the run goes on from its last checkpoint once that is mended."""
@@ -399,11 +399,23 @@ def test_a_rate_that_is_no_number_is_refused(tmp_path: Path, kind: str, value: f
 
     made: Any = warm_restarts if kind == "function" else lambda it: torchs.LambdaLR(it, warm_restarts)
     name = "warm_restarts" if kind == "function" else "LambdaLR"
-    with pytest.raises(dt.DrivetrainError, match=rf"{name} gives {value} as the learning rate of step 8"):
+    rate = value * 0.05
+    with pytest.raises(dt.DrivetrainError, match=rf"{name} gives {rate} as the learning rate of step 8"):
         train(tmp_path, job_of(made, checkpoint_every=3))
     assert [row["step"] for row in rows(tmp_path)] == [*range(1, 8)]
     mended: Any = (lambda step: 1.0) if kind == "function" else lambda it: torchs.LambdaLR(it, lambda step: 1.0)
     assert train(tmp_path, job_of(mended, checkpoint_every=3)).resumed_from == 6
+
+
+def test_a_line_that_falls_below_0_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(dt.DrivetrainError, match=r"returned -0.1\d* for step 12"):
+        train(tmp_path, job_of(lambda step: 1 - step / 10))
+    assert train(tmp_path, job_of(lambda step: max(0.0, 1 - step / 10))).steps == 12
+
+
+def test_a_rate_of_0_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, job_of(lambda step: 1.0, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.0)))
+    assert "the learning rate of the optimizer is 0 for every weight" in capsys.readouterr().err
 
 
 def test_a_plateau_of_a_metric_that_is_not_measured(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def turning_job(**changes: Any) -> dt.Job:
         "valid": data,
         "loss": lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
         "optimizer": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.5),
-        "schedule": lambda step: 1.0 if step < 8 else 0.0 if step < 12 else -1.0,
+        "schedule": lambda step: 1.0 if step < 8 else 0.0 if step < 12 else 40.0,
         "global_batch": 16,
         "epochs": 5,
         "ema": None,

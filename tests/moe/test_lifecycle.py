@@ -264,8 +264,8 @@ RISING = Rules(far=1e9, patience=3, cooldown=2, high_loss=1.2, agreement=2.0, id
 
 
 def falls_then_rises(step: int) -> float:
-    """Uphill from some step on, so the loss rises; and stays where it then is."""
-    return 3.0 if step < 12 else -30.0 if step < 18 else 0.0
+    """Much too far from some step on, so the loss rises; and stays where it then is."""
+    return 3.0 if step < 12 else 3000.0 if step < 18 else 0.0
 
 
 class Losses:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.log import notice
 from drivetrain.core.optimizers import JointOptimizer
 from drivetrain.core.schedules import FactorSchedule, OnPlateau, is_factor, warmup_factor
 from drivetrain.core.value import format_duration
@@ -32,6 +33,9 @@ _WITHOUT_VALIDATION = (
     "ReduceLROnPlateau looks at validations, and there are none",
     "give valid=…, or use a scheduler that counts steps",
 )
+
+
+_ROUNDING = 1e-12  # how far below 0 a rate may be that is meant to be 0
 
 
 class LearningRates:
@@ -56,6 +60,8 @@ class LearningRates:
                 self._scheduled = scheduled
         self._names = [str(group.get("name", number)) for number, group in enumerate(optimizer.param_groups)]
         self._differ = len({group["initial_lr"] for group in optimizer.param_groups}) > 1
+        if not self.sets_own and all(group["initial_lr"] == 0 for group in optimizer.param_groups):
+            notice("the learning rate of the optimizer is 0 for every weight: no step changes any")
         # By step, the rates of the groups after the first, where they differ: until the step's record is built.
         self._others: dict[int, dict[str, float]] = {}
 
@@ -80,7 +86,7 @@ class LearningRates:
         groups = self._optimizer.param_groups
         if self._scheduled is None and self.plateau is None:
             factor = self._job.lr_factor(step, num_steps)
-            if len(groups) == 1 and not self._rounds and math.isfinite(rate := groups[0]["initial_lr"] * factor):
+            if len(groups) == 1 and not self._rounds and 0 <= (rate := groups[0]["initial_lr"] * factor) < math.inf:
                 set_rate(groups[0], rate)  # as in most jobs, without the calls of the general way
                 return float(rate)
             rates = [group["initial_lr"] * factor for group in groups]
@@ -89,7 +95,7 @@ class LearningRates:
         else:
             assert self.plateau is not None
             rates = self.plateau.rates(step)
-        if not math.isfinite(sum(rates)):
+        if not math.isfinite(sum(rates)) or min(rates) < -_ROUNDING:
             raise self._refused(step, rates)
         for group, rate in zip(groups, rates, strict=True):
             set_rate(group, rounded(rate) if self._rounds else rate)
@@ -102,12 +108,14 @@ class LearningRates:
     def _refused(self, step: int, rates: list[float]) -> DrivetrainError:
         schedule = self._scheduled.scheduler if self._scheduled is not None else self._job.schedule
         name = getattr(schedule, "__name__", type(schedule).__name__)
-        rate = next(rate for rate in rates if not math.isfinite(rate))
+        rate = next(rate for rate in rates if not -_ROUNDING <= rate < math.inf)
+        where = "a division by zero, a logarithm or a power in it"
+        if -math.inf < rate < 0:
+            where = "a line that goes on below 0 after its end: max(0.0, …)"
         return DrivetrainError(
             f"the schedule {'(a lambda)' if name == '<lambda>' else name} gives {rate} as the learning rate of step "
             f"{step + 1}, which would spoil the weights",
-            remedy="look for a division by zero, a logarithm or a power in it; the same command goes on from the last "
-            "checkpoint",
+            remedy=f"look for {where}; the same command goes on from the last checkpoint",
         )
 
     def take_others(self, step: int) -> dict[str, float] | None:

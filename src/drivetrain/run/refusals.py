@@ -255,9 +255,10 @@ def _refuse_schedule(job: Job) -> None:
     num_steps = job.num_steps
     for step in {0, (num_steps or 1) - 1}:
         factor = job.lr_factor(step, num_steps)
-        if not math.isfinite(factor):
+        if not 0 <= factor < math.inf and not -1e-9 < factor < 0:  # rounding
             raise DrivetrainError(
-                f"Job.schedule returned {factor} for step {step + 1}", remedy="return a finite number for every step"
+                f"Job.schedule returned {factor} for step {step + 1}",
+                remedy="return a finite number, 0 or more, for every step, as max(0.0, …) does",
             )
 
 
