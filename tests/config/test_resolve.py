@@ -248,6 +248,17 @@ def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
             configure(output_dir=folder)
 
 
+def test_an_output_folder_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a file and in Python no shell fills these in: a folder called `~` was made."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert configure(output_dir="~/runs").run.output_dir == tmp_path / "runs"
+    for folder in ("$HOME/runs", "below/${SCRATCH}"):
+        with pytest.raises(ConfigError, match="is not filled in: only a shell does so"):
+            configure(output_dir=folder)
+    with pytest.raises(ConfigError, match="the home folder for ~nobody-at-all is not known"):
+        configure(output_dir="~nobody-at-all/runs")
+
+
 @settings(max_examples=50)
 @given(st.sets(st.sampled_from(sorted(VALUES))))
 def test_what_config_prints_is_a_configuration_file(names: set[str]) -> None:

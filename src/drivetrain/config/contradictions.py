@@ -1,5 +1,6 @@
 """Finds values that are valid alone and wrong together, or wrong on this machine."""
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -490,6 +491,10 @@ def _output_folder(case: _Case) -> Iterator[Problem]:
         return
     if "\0" in str(folder):
         yield case.problem("run.output_dir", "not a valid path", "a folder", "name another folder")
+        return
+    if variable := re.search(r"\$(\w+|\{\w+\})", str(folder)):
+        words = f"{variable[0]} is not filled in: only a shell does so, on the command line"
+        yield case.problem("run.output_dir", words, "a folder, spelled out", "write out what it stands for")
         return
     blocker = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
     if blocker is not None:

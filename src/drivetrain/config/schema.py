@@ -78,13 +78,21 @@ def _name_of_a_run(name: str) -> str:
     return name
 
 
+def _of_home(path: Path) -> Path:
+    """Return a path with the home folder for `~`, which no shell fills in where it stands in a file or in Python."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # there is no such user, or no home
+        raise ValueError(f"the home folder for {path.parts[0]} is not known") from error
+
+
 class RunSection(Section):
     """The run's name, folder and seed."""
 
     name: Annotated[
         Annotated[str, AfterValidator(_name_of_a_run)] | None, Flag("name"), Allowed(f"{ALLOWED_NAMES}; no - in front")
     ] = Field(None, description="name of the run, and of its folder below output_dir (default: the recipe's name)")
-    output_dir: Annotated[Path, Flag("output-dir")] = Field(
+    output_dir: Annotated[Path, AfterValidator(_of_home), Flag("output-dir")] = Field(
         Path("runs"), description="folder that holds the run folders"
     )
     strict: Annotated[bool, Flag("strict")] = Field(
