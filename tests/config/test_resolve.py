@@ -259,6 +259,22 @@ def test_an_output_folder_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tm
         configure(output_dir="~nobody-at-all/runs")
 
 
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("optimizer:\n  lr: 0.1\n", "did you mean `learning_rate`?"),
+        ("eval_strategy: steps\n", "did you mean `valid_every`?"),
+        ("trainer: {}\n", "`drivetrain config` lists every key"),
+        ("model: {}\n", "`drivetrain config` lists every key"),
+    ],
+)
+def test_keys_of_other_trainers_are_not_guessed_wrong(text: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        configure(str(tmp_path / "theirs.yaml"))
+    assert remedy in str(caught.value)
+
+
 @settings(max_examples=50)
 @given(st.sets(st.sampled_from(sorted(VALUES))))
 def test_what_config_prints_is_a_configuration_file(names: set[str]) -> None:

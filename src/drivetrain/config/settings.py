@@ -312,6 +312,10 @@ _OTHER_NAMES = {
     "eval-every": ("valid-every",),
     "eval-steps": ("valid-every",),
     "eval-interval": ("valid-every",),
+    "eval-strategy": ("valid-every",),
+    "evaluation-strategy": ("valid-every",),
+    "optimizer.lr": ("learning-rate",),
+    "optim-lr": ("learning-rate",),
     "val-check-interval": ("valid-every",),
     "save-total-limit": ("keep-last",),
     "keep-checkpoints": ("keep-last",),
@@ -351,7 +355,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     found = list(known)
     by_normal = {normal(candidate): candidate for candidate in found if "." not in candidate} if "." not in name else {}
     by_normal = by_normal or {normal(candidate): candidate for candidate in found}
-    close = difflib.get_close_matches(normal(name), by_normal, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(normal(name), by_normal, n=1, cutoff=0.7)
     return by_normal[close[0]] if close else None
 
 
