@@ -89,6 +89,14 @@ def test_extend_is_suggested_for_a_longer_run_alone(tmp_path: Path, num_steps: i
     assert ("--extend" in caught.value.remedy) is is_longer
 
 
+@pytest.mark.parametrize("text", ["", "garbage", "- 1"])
+def test_a_damaged_job_is_not_another_one(tmp_path: Path, text: str) -> None:
+    with_a_step(RunFolder.claim(tmp_path, "mine", JOB))
+    (tmp_path / "mine" / "job.yaml").write_text(text)
+    with pytest.raises(DrivetrainError, match=r"job\.yaml is damaged"):
+        RunFolder.claim(tmp_path, "mine", JOB)
+
+
 def test_fresh_moves_a_run_aside(tmp_path: Path) -> None:
     for number in (1, 2):
         old = with_a_step(RunFolder.claim(tmp_path, "mine", {**JOB, "seed": number}))

@@ -311,7 +311,8 @@ def read_job(path: Path, *, history: bool = False) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DrivetrainError(f"{path / _JOB} cannot be read: {error}", remedy="choose another --name") from None
-    found = found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        raise DrivetrainError(f"{path / _JOB} is damaged: it holds no job", remedy="choose another --name")
     return found if history else {key: value for key, value in found.items() if key != _HISTORY}
 
 
