@@ -1,6 +1,7 @@
 """The books of a run: the banner, rows on resume, ranks that write nothing, a profile, FLOPs."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import drivetrain as dt
 from drivetrain import Job, LossSum
 from drivetrain.api.training import train
 from drivetrain.config import configure
@@ -177,6 +179,21 @@ def test_the_first_set_is_shown_once_and_equal_metrics_are_all_shown(tmp_path: P
     assert "valid other accuracy" in text
     assert "valid accuracy" not in text
     assert "valid loss" not in text
+
+
+def test_records_without_a_checkpoint_are_told(tmp_path: Path, capsys: Any) -> None:
+    def crashing(context: dt.StepContext) -> None:
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError):
+        run(str(tmp_path), SMALL, hooks=[dt.every(12, crashing)])
+    shutil.rmtree(tmp_path / "suite" / "checkpoints")  # as by hand
+    capsys.readouterr()
+    train(make_job(SMALL), configure(output_dir=tmp_path, gpu_mode="cpu", report=False, auto_optimize=False))
+    assert "12 steps were recorded here, and there is no checkpoint: training begins anew with step 1" in (
+        capsys.readouterr().out
+    )
+    assert [row["step"] for row in rows(tmp_path, "steps")] == list(range(1, 21))
 
 
 def test_log_every_asks_for_lines(tmp_path: Path, capsys: Any) -> None:

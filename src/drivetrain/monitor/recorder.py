@@ -4,7 +4,7 @@ import math
 import queue
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from drivetrain.core.aims import BatchSizes
 from drivetrain.core.goodput import stamp, start_marks
 from drivetrain.core.log import LOGGER, redacted
 from drivetrain.core.metrics import Media, StepRecord
-from drivetrain.core.run_folder import RunFolder, as_row, read_rows, yaml_text
+from drivetrain.core.run_folder import JsonLines, RunFolder, as_row, read_rows, yaml_text
 from drivetrain.core.value import format_count
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.hardware.gpu_drivers import label, load_nvml
@@ -203,6 +203,16 @@ def _last_written(path: Path) -> dict[str, float]:
     return {"last_write": found.st_mtime, "last_step": steps[-1]} if steps else {}
 
 
+def _cut_after(step: int, logs: Mapping[str, JsonLines], last_step: float) -> Iterator[str]:
+    """Drop the rows of steps that are done again, and yield what is to be told of that."""
+    for name in ("steps", "metrics", "speed"):
+        num_damaged = logs[name].keep_up_to(step)
+        if num_damaged:
+            yield f"{num_damaged} damaged lines of {name}.jsonl are left out"
+    if last_step and not step:
+        yield f"{last_step:,.0f} steps were recorded here, and there is no checkpoint: training begins anew with step 1"
+
+
 class NoRunRecorder:
     """The recorder of ranks other than the main one: writes nothing."""
 
@@ -320,10 +330,8 @@ class RunRecorder(NoRunRecorder):
         self._console = _console_of(facts, every or None, quiet=quiet)
         written = _last_written(folder.path / "steps.jsonl")
         self._logs = {name: folder.log(f"{name}.jsonl") for name in ("steps", "metrics", "speed", "events")}
-        for name in ("steps", "metrics", "speed"):
-            num_damaged = self._logs[name].keep_up_to(facts.resumed_from)
-            if num_damaged:
-                self._messages.put(f"{num_damaged} damaged lines of {name}.jsonl are left out")
+        for words in _cut_after(facts.resumed_from, self._logs, written.get("last_step", 0)):
+            self._messages.put(words)
         self._steps = self._logs["steps"]
         if facts.resumed_from and not quiet:
             self._console.take_up(read_rows(folder.path / "steps.jsonl")[0])
