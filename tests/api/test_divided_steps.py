@@ -181,6 +181,20 @@ def test_a_sum_by_the_samples_of_the_whole_step_is_told(tmp_path: Path, capsys: 
     assert told(tmp_path / "whole", capsys, by_step, 8) == []
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("divisor", [1, 8])
+def test_a_sum_of_thousands_of_terms_is_looked_at_soon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], divisor: int
+) -> None:
+    def term_by_term(model: nn.Module, batch: Tensor) -> Tensor:
+        total = (model(batch) - batch).square().sum()
+        for _ in range(2000):
+            total = 0.5 * total + 0.5 * total
+        return total if divisor == 1 else total / divisor
+
+    assert all("--loss-weighting sum" in line for line in told(tmp_path, capsys, term_by_term, 4))
+
+
 def test_buffers_that_each_forward_changes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of spectral normalization went on once per batch, and nothing said so."""
     (line,) = told(tmp_path / "divided", capsys, MEANS["plain"], 4, norm=True)

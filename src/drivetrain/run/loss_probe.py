@@ -249,6 +249,7 @@ def _seed(device: torch.device) -> None:
 
 
 _NODES_LOOKED_AT = 64  # of a loss, from its end
+_MOST_TERMS = 10_000
 _LINEAR = {"AddBackward0", "SubBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0"}
 
 
@@ -259,8 +260,10 @@ def looks_like_a_sum(loss: Tensor, num_samples: int, step_samples: int) -> bool:
     `step_samples`, the samples of the whole step, is a sum: its batches add up to the mean.
     """
     nodes: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)] if loss.grad_fn is not None else []
-    has_sum = False
+    has_sum, num_left = False, _MOST_TERMS  # terms that share parts come by again and again
     while nodes:
+        if (num_left := num_left - 1) < 0:
+            return False
         node, factor = nodes.pop()
         is_by_step = step_samples != num_samples and _divisor(node) == step_samples
         if node.name() in _LINEAR or is_by_step:
@@ -363,13 +366,20 @@ def _divisor(node: Any) -> float | None:
 
 
 def _are_sums(node: Any) -> bool:
-    """Return whether a value was computed by adding up sums."""
-    if node is None:
-        return False
-    if node.name() in _LINEAR:
-        terms = [other for other, _ in node.next_functions if other is not None]
-        return bool(terms) and all(map(_are_sums, terms))
-    return node.name() in ("SumBackward0", "DotBackward0") or getattr(node, "_saved_reduction", 0) == 2
+    """Return whether a value was computed by adding up sums, few enough to look at."""
+    left, seen = [node], set[Any]()
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node is None or len(seen) > _NODES_LOOKED_AT:
+            return False
+        if node.name() in _LINEAR:
+            left += [other for other, _ in node.next_functions if other is not None]
+        elif node.name() not in ("SumBackward0", "DotBackward0") and getattr(node, "_saved_reduction", 0) != 2:
+            return False
+    return True
 
 
 def leaves_of(results: Sequence[Tensor]) -> list[Tensor]:
