@@ -151,7 +151,8 @@ def _config_of(case: Case, config: Config) -> Config:
             "plan": changed(fresh.plan, auto_optimize=False, cache=False),
             "distributed": changed(config.distributed, strategy=strategy, timeout_seconds=60.0, init_method=None),
             "deepspeed": config.deepspeed,
-            "watch": changed(fresh.watch, report=False, quiet=True, monitor_gpu=False, log_every=0),
+            # Runs are compared with each other here, which names the cause: none is to end at its replicas before.
+            "watch": changed(fresh.watch, report=False, quiet=True, monitor_gpu=False, log_every=0, compare_replicas=0),
         }
     )
 
