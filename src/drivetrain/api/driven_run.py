@@ -74,7 +74,7 @@ from drivetrain.run import (
 from drivetrain.run.assemble import RunParts, assemble, division_of, make_loader, make_stepper, make_validation, resume
 from drivetrain.run.loss_weighting import settle_own_loop
 from drivetrain.run.model_factory import Prepared, callable_model
-from drivetrain.run.periodic import ReplicaCheck
+from drivetrain.run.periodic import replica_check
 from drivetrain.run.refusals import changes_since_start, keep_fingerprint
 from drivetrain.run.saver import CheckpointSaver
 from drivetrain.strategies import Trial
@@ -150,7 +150,7 @@ class DrivenRun:
         self.puts_off_saves = not (session.holds_parts and session.world.size > 1)
         self._late = LateSaver(self._saver, puts_off=self.puts_off_saves)
         self.trainer = self._make_trainer(checkpoint)
-        self._replicas = self._replica_check()
+        self._replicas = replica_check(session, parts, self.recorder.event, trained_only=True)
         self._holders = [it._buffers for it in parts.model.modules() if it._buffers]
         self._was_training = heeds_mode(parts.model) and parts.model.training
         self._failure: Exception | None = None  # of the save when the loop was left
@@ -179,20 +179,6 @@ class DrivenRun:
             before_step=self.recorder.before_step,
             check_model=parts.watch.check,
             freezer=Freezer(parts.given, session.sharded.owners if session.sharded else {}),
-        )
-
-    def _replica_check(self) -> ReplicaCheck:
-        """Return the comparison of the weights that all processes train alike."""
-        session, parts = self._session, self.parts
-        every = session.config.watch.compare_replicas if session.is_whole else 0
-        return ReplicaCheck(
-            parts.model,
-            parts.optimizer,
-            session.world,
-            self.recorder.event,
-            every=every,
-            shares_experts=session.spec.shares_experts,
-            trained_only=True,
         )
 
     @property

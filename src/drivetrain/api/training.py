@@ -88,7 +88,7 @@ from drivetrain.run.assemble import (
 )
 from drivetrain.run.loss_weighting import look_at_all, settle_by_batch, settle_weighting, tell_weighting, watched
 from drivetrain.run.model_factory import build_model, prepare_model
-from drivetrain.run.periodic import NormCadence, ReplicaCheck
+from drivetrain.run.periodic import NormCadence, replica_check
 from drivetrain.run.recovery import (
     Caps,
     FaultyFiles,
@@ -408,15 +408,7 @@ class _Loop:
             bad=self._bad_numbers(stepper, resumed_from),
         )
         self._spikes = SpikeWatch(run.config.watch.spikes, recorder.event, recorder.say)
-        self._replicas = self._replica_check()
-
-    def _replica_check(self) -> ReplicaCheck:
-        """Return the comparison of what all ranks hold alike: nothing of a sharded model, no experts shared out."""
-        run, parts = self._run, self._parts
-        every = run.config.watch.compare_replicas if run.is_whole else 0
-        shares = run.spec.shares_experts
-        event = self._recorder.event
-        return ReplicaCheck(parts.model, parts.optimizer, run.world, event, every=every, shares_experts=shares)
+        self._replicas = replica_check(run, parts, recorder.event)
 
     def _bad_numbers(self, stepper: Stepper, first_step: int) -> BadNumbers | None:
         """Return the judge of numbers that are not finite; None where the run stops at the first. Collective."""

@@ -17,6 +17,8 @@ from drivetrain.core.metrics import StepRecord
 from drivetrain.core.precision import as_real
 from drivetrain.core.world import World, synchronize
 from drivetrain.moe.mixture import mixtures_in
+from drivetrain.run.assemble import RunParts
+from drivetrain.run.session import Session
 from drivetrain.strategies import StrategyParts
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -128,6 +130,21 @@ def norm_seconds(parts: StrategyParts, world: World, *, shares: bool) -> float:
 
 COMPARE_EVERY, MOST_OF_COMPARING = 100, 0.005  # steps, and of the time
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def replica_check(
+    run: Session, parts: RunParts, tell: Callable[..., None], *, trained_only: bool = False
+) -> "ReplicaCheck":
+    """Return the comparison of what all ranks of a run hold alike: nothing of a sharded model, no experts of a rank."""
+    return ReplicaCheck(
+        parts.model,
+        parts.optimizer,
+        run.world,
+        tell,
+        every=run.config.watch.compare_replicas if run.is_whole else 0,
+        shares_experts=run.spec.shares_experts,
+        trained_only=trained_only,
+    )
 
 
 class ReplicaCheck:

@@ -255,7 +255,7 @@ def _refuse_schedule(job: Job) -> None:
     num_steps = job.num_steps
     for step in {0, (num_steps or 1) - 1}:
         factor = job.lr_factor(step, num_steps)
-        if not 0 <= factor < math.inf and not -1e-9 < factor < 0:  # rounding
+        if not -1e-9 < factor < math.inf:  # a little below 0 by rounding
             raise DrivetrainError(
                 f"Job.schedule returned {factor} for step {step + 1}",
                 remedy="return a finite number, 0 or more, for every step, as max(0.0, …) does",
