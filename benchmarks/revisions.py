@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,24 +46,26 @@ def measure() -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {}
     for pair in range(PAIRS):
         sources = [(BEFORE, folder / "src"), (AFTER, root / "src")]
-        children = {name: _Child(source, root) for name, source in (sources if pair % 2 else reversed(sources))}
-        try:
-            for number in range(ROUNDS + 1):
-                names = (BEFORE, AFTER) if number % 2 else (AFTER, BEFORE)
-                found = {name: children[name].round(warms=number == 0) for name in names}
-                if number == 0:
-                    continue
-                print(f"pair {pair + 1} of {PAIRS}, round {number} of {ROUNDS}: {found}", file=sys.stderr, flush=True)
-                for what, value in found[AFTER].items():
-                    for name in (BEFORE, AFTER):
-                        samples.setdefault(f"{name}: {what}", []).append(found[name][what])
-                    samples.setdefault(f"after / before: {what.partition(' (')[0]} (ratio)", []).append(
-                        value / found[BEFORE][what]
-                    )
-        finally:
-            for child in children.values():
-                child.close()
+        for number, found in enumerate(_rounds(dict(sources if pair % 2 else reversed(sources)), root), 1):
+            print(f"pair {pair + 1} of {PAIRS}, round {number} of {ROUNDS}: {found}", file=sys.stderr, flush=True)
+            for what, value in found[AFTER].items():
+                for name in (BEFORE, AFTER):
+                    samples.setdefault(f"{name}: {what}", []).append(found[name][what])
+                samples.setdefault(f"after / before: {what.partition(' (')[0]} (ratio)", []).append(
+                    value / found[BEFORE][what]
+                )
     return samples
+
+
+def _rounds(sources: Mapping[str, Path], root: Path) -> Iterator[dict[str, dict[str, float]]]:
+    """Start a process for each revision, in this order, and yield what they measure in each round but the first."""
+    with ExitStack() as closing_both:
+        children = {name: closing_both.enter_context(closing(_Child(source, root))) for name, source in sources.items()}
+        for number in range(ROUNDS + 1):
+            names = (BEFORE, AFTER) if number % 2 else (AFTER, BEFORE)
+            found = {name: children[name].round(warms=number == 0) for name in names}
+            if number:
+                yield found
 
 
 class _Child:
