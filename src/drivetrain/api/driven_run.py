@@ -157,7 +157,8 @@ class DrivenRun:
         self._error: Exception | None = None  # in what follows a step
         self._is_whole = True  # all that follows a step went well
         self._ended: tuple[bool, int, str] | None = None  # whether finished, its steps, and why it was stopped
-        self._remember()
+        self._position = self.loader.position  # at which the state is that of `steps` steps
+        self._versions = self._buffer_versions()  # then; a forward does not change weights, but may change these
 
     def _make_trainer(self, checkpoint: Checkpoint | None) -> Trainer:
         session, parts = self._session, self.parts
@@ -217,8 +218,7 @@ class DrivenRun:
 
     def settle(self, begun: Begun, outcome: StepOutcome) -> None:
         """Do what follows a step: records, validations, hooks and checkpoints that are due."""
-        self.steps = begun.place.step + 1
-        self._remember()
+        self.steps, self._position = begun.place.step + 1, self.loader.position
         try:
             for record in self.trainer.settle(begun, outcome):
                 self._write(record)
@@ -330,14 +330,6 @@ class DrivenRun:
     def _buffer_versions(self) -> list[tuple[Tensor, int]]:
         """Return the buffers with their versions: a forward may write to them, and may replace them."""
         return [(it, it._version) for held in self._holders for it in held.values() if it is not None]
-
-    def _remember(self) -> None:
-        """Remember the position at which the state is that of `steps` steps.
-
-        The next forward may change buffers; it does not change weights.
-        """
-        self._versions = self._buffer_versions()
-        self._position = self.loader.position
 
     def _state(self) -> tuple[list[Shard], dict[str, Any]]:
         self.parts.watch.check()
