@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as torchs
 import drivetrain as dt
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import ConfigError, DrivetrainError
-from drivetrain.loop.schedule import LearningRates, ends_in_first_epoch
+from drivetrain.loop.schedule import LearningRates, schedule_mistake
 from tests.gloo_pool import GlooPool
 
 STEPS = 12
@@ -297,7 +297,7 @@ def test_a_schedule_that_counts_epochs_is_told(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize("name", FOR_STEPS)
 def test_a_schedule_that_counts_steps_is_not_told(name: str) -> None:
     job = job_of(FOR_STEPS[name], data=data_of(80), max_steps=None, epochs=5)
-    assert ends_in_first_epoch(job, job.make_optimizer(model_of())) == ""
+    assert schedule_mistake(job, job.make_optimizer(model_of())) == ""
 
 
 def reduced(make: Callable[[Optimizer], torchs.ReduceLROnPlateau], values: list[float]) -> list[list[float]]:
@@ -416,6 +416,14 @@ def test_a_line_that_falls_below_0_is_refused_before_the_first_step(tmp_path: Pa
 def test_a_rate_of_0_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, job_of(lambda step: 1.0, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.0)))
     assert "the learning rate of the optimizer is 0 for every weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "schedule", [lambda step: step // 1000, lambda it: torchs.LambdaLR(it, lambda step: min(1, step // 20))]
+)
+def test_a_schedule_that_begins_with_0_is_told(tmp_path: Path, schedule: Any) -> None:
+    train(tmp_path, job_of(schedule))
+    assert "the learning rate is 0 in each of the first 12 steps" in (tmp_path / "rates" / "events.jsonl").read_text()
 
 
 def test_a_plateau_of_a_metric_that_is_not_measured(tmp_path: Path) -> None:

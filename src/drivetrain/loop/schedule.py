@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -278,21 +278,35 @@ class _TorchSchedule:
 
 _COUNTING = ("StepLR", "MultiStepLR", "ExponentialLR", "CosineAnnealingLR", "LambdaLR", "MultiplicativeLR")
 _MOST_STEPS = 2000  # that are looked at
+_MOST_AT_ZERO = 100  # steps at the beginning that may well have a rate of 0
 
 
-def ends_in_first_epoch(job: Job, optimizer: Optimizer) -> str:
+def schedule_mistake(job: Job, optimizer: Optimizer) -> str:
+    """Return what is wrong with a schedule, in words: it begins with 0, or counts epochs; empty if nothing is."""
+    if isinstance(job.schedule, OnPlateau) or isinstance(optimizer, JointOptimizer):
+        return ""
+    per_epoch = job.steps_per_epoch or 0
+    counts_steps = isinstance(job.schedule, FactorSchedule) or per_epoch < 2 or (job.num_epochs or 0) < 3
+    most = min(max(_MOST_AT_ZERO, 0 if counts_steps else per_epoch), _MOST_STEPS, job.num_steps or _MOST_STEPS)
+    if isinstance(job.schedule, FactorSchedule) or is_factor(job.schedule):
+        rates = [job.lr_factor(step, job.num_steps) for step in range(most)]
+    else:
+        scheduled = _TorchSchedule(job, optimizer)
+        if scheduled.why_not_captured or type(scheduled.scheduler).__name__ not in _COUNTING:
+            return ""
+        rates = [max(scheduled.at(step, [])) for step in range(most)]
+    if not any(rates[:_MOST_AT_ZERO]):
+        return (
+            f"the learning rate is 0 in each of the first {len(rates[:_MOST_AT_ZERO])} steps, which change no weight. "
+            "A schedule returns a factor of the optimizer's rate for the number of a step; step // 1000 is 0 for long"
+        )
+    return "" if counts_steps else _over_in_first_epoch(rates[:per_epoch], per_epoch, job.num_epochs)
+
+
+def _over_in_first_epoch(rates: Sequence[float], per_epoch: int, num_epochs: int | None) -> str:
     """Return in words that a schedule ends in the first epoch, as one does that counts epochs; empty if it does not."""
-    per_epoch, num_epochs, schedule = job.steps_per_epoch, job.num_epochs, job.schedule
-    if per_epoch is None or per_epoch < 2 or num_epochs is None or num_epochs < 3:
-        return ""
-    if isinstance(schedule, (FactorSchedule, OnPlateau)) or isinstance(optimizer, JointOptimizer):
-        return ""
-    scheduled = None if is_factor(schedule) else _TorchSchedule(job, optimizer)
-    if scheduled is not None and (type(scheduled.scheduler).__name__ not in _COUNTING or scheduled.why_not_captured):
-        return ""
     highest = 0.0
-    for step in range(min(per_epoch, _MOST_STEPS)):
-        rate = job.lr_factor(step, job.num_steps) if scheduled is None else scheduled.at(step, [])[0]
+    for step, rate in enumerate(rates):
         highest = max(highest, rate)
         if rate < highest / 100:
             return (

@@ -32,7 +32,7 @@ from drivetrain.data.loader import Loader
 from drivetrain.hardware import Gpu
 from drivetrain.job import Job
 from drivetrain.loop import CAPTURED, NOT_CAPTURED, CapturedStepper, Stepper
-from drivetrain.loop.schedule import ends_in_first_epoch
+from drivetrain.loop.schedule import schedule_mistake
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import PhaseClock
 from drivetrain.monitor.recorder import NoRunRecorder, RunFacts, RunPlan, RunRecorder
@@ -397,8 +397,8 @@ def tell_plain_optimizer(optimizer: Optimizer, recorder: RunRecorder | NoRunReco
 
 
 def tell_rate(run: Session, optimizer: Optimizer, recorder: RunRecorder | NoRunRecorder) -> None:
-    """Report that --lr scaled the rates of several groups, where they differ, and a schedule that is soon over."""
-    words = ends_in_first_epoch(run.job, optimizer)
+    """Report that --lr scaled the rates of several groups, where they differ, and a mistake in a schedule."""
+    words = schedule_mistake(run.job, optimizer)
     if words:
         recorder.event("schedule", words=words)
         recorder.say(f"  schedule   {words}")
