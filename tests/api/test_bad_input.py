@@ -55,6 +55,24 @@ def test_a_loss_that_raises_is_shown_its_batch(tmp_path: Path) -> None:
     assert note.endswith("with the batch [float32 tensor of shape (8, 6), int64 tensor of shape (8,)]")
 
 
+@pytest.mark.parametrize(
+    ("batch", "weights", "words"),
+    [
+        (torch.float64, torch.float32, r"batch is float64, and the weights are float32: .* array.astype\('float32'\)"),
+        (torch.float32, torch.float16, "weights are float16: leave the weights in float32, and --precision"),
+        (torch.float32, torch.float64, r"weights are float64: .* model.float\(\)"),
+    ],
+)
+def test_a_batch_and_weights_of_different_types(
+    tmp_path: Path, batch: torch.dtype, weights: torch.dtype, words: str
+) -> None:
+    data = TensorDataset(torch.rand(20, 6, dtype=batch), torch.zeros(20, dtype=torch.long))
+    job = replace(make_job(SMALL), data=data, model=lambda: make_model(SMALL).to(weights))
+    with pytest.raises(RuntimeError) as caught:
+        train(job, config(tmp_path), quiet=True)
+    assert re.search(words, caught.value.__notes__[-1])
+
+
 def test_a_loss_that_does_not_depend_on_the_parameters(tmp_path: Path) -> None:
     fails(tmp_path, "does not depend on any parameter", loss=lambda model, batch: model(batch[0]).detach().mean())
 

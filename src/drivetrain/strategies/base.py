@@ -22,7 +22,7 @@ from drivetrain.core.metrics import SKIPPED_IF_BAD, Logged, LossSum, NamedLosses
 from drivetrain.core.optimizers import JointOptimizer, closure_error
 from drivetrain.core.precision import FP32_ON_CPU, Precision, widened
 from drivetrain.core.state import Shard, TensorSource, is_distributed
-from drivetrain.data.batch import described
+from drivetrain.data.batch import described, leaves
 from drivetrain.strategies.layers import offload
 from drivetrain.strategies.loss_parts import LossParts, StepLog
 from drivetrain.strategies.optimizer_state import Average, plain_attributes, plain_settings
@@ -516,6 +516,8 @@ def _try_out(objective: ObjectiveCall, model: nn.Module, trial: Trial, backward:
         ) as error:  # most likely of the user's code
             if not is_out_of_memory(error):
                 error.add_note(f"drivetrain: the loss function was called with the batch {described(trial.batch)}")
+                if words := _unlike_types(str(error), model, trial.batch):
+                    error.add_note(f"drivetrain: {words}")
             raise
         check_objective(value, model)
         conduct.check()
@@ -528,6 +530,21 @@ def _try_out(objective: ObjectiveCall, model: nn.Module, trial: Trial, backward:
             "other processes have added their gradients",
             remedy="leave register_post_accumulate_grad_hook out: Job(optimizer=…) steps once per global batch",
         )
+
+
+def _unlike_types(error: str, model: nn.Module, batch: Any) -> str:
+    """Return what to do about a batch and weights of different floating-point types; empty if the error is another."""
+    weights = {it.dtype for it in model.parameters() if it.is_floating_point()}
+    inputs = {it.dtype for it in leaves(batch) if isinstance(it, Tensor) and it.is_floating_point()}
+    if "type" not in error or not weights or not inputs or weights & inputs:
+        return ""
+    first, second = (", ".join(sorted(str(it).removeprefix("torch.") for it in found)) for found in (inputs, weights))
+    remedy = "convert the data, as tensor.float() or array.astype('float32') do"
+    if not weights & {torch.float32, torch.float64}:
+        remedy = "leave the weights in float32, and --precision bf16 or fp16 computes in that type"
+    elif torch.float32 in inputs:
+        remedy = "convert the data, tensor.double(), or the model, model.float()"
+    return f"the batch is {first}, and the weights are {second}: {remedy}"
 
 
 class _Conduct:
