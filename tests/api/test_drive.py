@@ -974,6 +974,7 @@ MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "divided": lambda out, batch: (out - batch).square().sum() / len(batch),
     "multiplied": lambda out, batch: (out - batch).square().sum() * (1 / len(batch)),
     "with a penalty": lambda out, batch: (out - batch).square().mean() + out.square().sum() * 0.01,
+    "of classes": lambda out, batch: ((out - batch).square().mean(0) * torch.tensor([0.5, 0.3, 0.2])).sum(),
 }
 
 
@@ -1033,6 +1034,17 @@ def test_a_loss_that_is_a_sum(
 def test_a_loss_that_is_no_sum(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     summing_loop(str(tmp_path), MEANS[name], 2)
     assert "like a sum" not in capsys.readouterr().out
+
+
+def test_weights_that_are_normalized_in_each_batch_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def loss(out: Tensor, batch: Tensor) -> Tensor:
+        weights = batch[:, 0].exp()
+        return (weights / weights.sum() * (out - batch).square().mean(1)).sum()
+
+    summing_loop(str(tmp_path), loss, 2)
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  loss ")]
+    assert len(told) == 1
+    assert "weights that add up to 1 in each batch" in told[0]
 
 
 def test_how_a_loop_weights_its_loss_is_kept(tmp_path: Path) -> None:

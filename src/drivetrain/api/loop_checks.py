@@ -25,7 +25,14 @@ from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, leaves
 from drivetrain.loop.trainer import COUNTED_STEPS
 from drivetrain.run import Session
-from drivetrain.run.loss_probe import label_means, leaves_labels_out, looks_like_a_sum, mean_counts
+from drivetrain.run.loss_probe import (
+    graph_nodes,
+    label_means,
+    leaves_labels_out,
+    looks_like_a_sum,
+    mean_counts,
+    sums_normalized_weights,
+)
 from drivetrain.run.loss_weighting import BATCH_NORM
 from drivetrain.run.model_factory import couples_samples
 from drivetrain.strategies.base import gradient_versions
@@ -442,7 +449,13 @@ class DivisionWatch:
     def _about_loss(self, micro: MicroBatch, loss: Any, *, is_first: bool) -> dict[str, str]:
         found: dict[str, str] = {}
         sizes = max(1, micro.num_samples), self._step_samples
-        if is_first and isinstance(loss, Tensor) and looks_like_a_sum(loss, *sizes):
+        if isinstance(loss, Tensor) and sums_normalized_weights(loss, sizes[0]):
+            found["means"] = (
+                "it is a sum over weights that add up to 1 in each batch, so what a sample counts depends on how a "
+                "step is divided. run.backward(dt.LossSum(sum, count)) divides by the count: give it the sum over the "
+                "weights as they are before, and their sum"
+            )
+        elif is_first and isinstance(loss, Tensor) and looks_like_a_sum(loss, *sizes):
             found["sum"] = (
                 "it looks like a sum over its batch, and is taken for a mean, so its gradients depend on how many "
                 "batches a step is divided into. --loss-weighting sum adds them up, as in a loop without "
@@ -594,17 +607,11 @@ def _nearest(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
 
 def _chooses_samples(loss: Tensor, num_samples: int) -> bool:
     """Return whether the loss sorts the samples of its batch, as to take the hardest of them."""
-    nodes, seen = [loss.grad_fn], set[Any]()
-    while nodes and len(seen) <= _MOST_NODES:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes([loss], through=lambda node: True, most=_MOST_NODES):
         if num_samples > 1 and node.name() in ("TopkBackward0", "SortBackward0"):
-            sizes, dimension = node._saved_self_sym_sizes, node._saved_dim  # type: ignore[attr-defined]
+            sizes, dimension = node._saved_self_sym_sizes, node._saved_dim
             if sizes[0] == num_samples and dimension in (0, *((2**64 - 1, -1) if len(sizes) == 1 else ())):
                 return True
-        nodes += [other for other, _ in node.next_functions]
     return False
 
 

@@ -8,7 +8,9 @@ were before.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -228,7 +230,7 @@ def _value(
     totals = [each.total if isinstance(each, LossSum) else each for each in values]
     tensors = [each for each in totals if isinstance(each, Tensor)]
     own = set(map(id, model.parameters()))
-    foreign = [leaf for leaf in leaves_of(tensors) if isinstance(leaf, nn.Parameter) and id(leaf) not in own]
+    foreign = [parameter for parameter in _parameters_in(tensors) if id(parameter) not in own]
     return sum(float(each.detach().double().sum()) for each in tensors), tuple(foreign), label_means(tensors)
 
 
@@ -266,7 +268,7 @@ def looks_like_a_sum(loss: Tensor, num_samples: int, step_samples: int) -> bool:
             return False
         node, factor = nodes.pop()
         is_by_step = step_samples != num_samples and _divisor(node) == step_samples
-        if node.name() in _LINEAR or is_by_step:
+        if _is_linear(node) or is_by_step:
             by = None if is_by_step else getattr(node, "_saved_other", None)
             factor *= 1.0 if by is None or by.numel() != 1 else abs(float(by))
             nodes += [(other, factor) for other, _ in node.next_functions if other is not None]
@@ -317,17 +319,38 @@ def _has_weights(node: Any) -> bool:
     return weights is not None and bool((weights != weights[:1]).any())
 
 
+def _is_mean_entropy(node: Any) -> bool:
+    return node.name().startswith("NllLoss") and getattr(node, "_saved_reduction", 0) == 1
+
+
 def _mean_entropies(losses: Sequence[Tensor]) -> Iterator[Any]:
     """Yield the nodes of the cross-entropies near the end of losses that are means over their labels."""
-    nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    for _ in range(_NODES_LOOKED_AT):
-        if not nodes:
-            return
-        node = nodes.pop(0)
-        if node.name().startswith("NllLoss") and getattr(node, "_saved_reduction", 0) == 1:
-            yield node
+    return filter(_is_mean_entropy, graph_nodes(losses, through=lambda node: not _is_mean_entropy(node)))
+
+
+def graph_nodes(
+    losses: Iterable[Tensor], *, through: Callable[[Any], bool], most: int = _NODES_LOOKED_AT
+) -> Iterator[Any]:
+    """Yield the nodes by which losses were computed, each once, from their end; past some only those before them.
+
+    Args:
+        losses: What was computed.
+        through: Whether to go on to what a node was computed from.
+        most: How many nodes are looked at.
+    """
+    nodes, seen = deque(loss.grad_fn for loss in losses), set[Any]()
+    while nodes and len(seen) < most:
+        node = nodes.popleft()
+        if node is None or node in seen:
             continue
-        nodes += [other for other, _ in node.next_functions if other is not None]
+        seen.add(node)
+        yield node
+        if through(node):
+            nodes.extend(other for other, _ in node.next_functions)
+
+
+def _is_linear(node: Any) -> bool:
+    return node.name() in _LINEAR
 
 
 def mean_counts(loss: Tensor) -> list[float]:
@@ -335,17 +358,24 @@ def mean_counts(loss: Tensor) -> list[float]:
 
     The host waits for the device.
     """
-    nodes, found = [loss.grad_fn] if loss.grad_fn is not None else [], list[float]()
-    for _ in range(_NODES_LOOKED_AT):
-        if not nodes:
-            break
-        node = nodes.pop(0)
-        count = _count_of_mean(node)
-        if count is not None:
-            found.append(count)
-        elif node.name() in _LINEAR or node.name() == "DivBackward0":
-            nodes += [other for other, _ in node.next_functions if other is not None]
-    return found
+
+    def may_lead_to_one(node: Any) -> bool:
+        return _count_of_mean(node) is None and (_is_linear(node) or node.name() == "DivBackward0")
+
+    counts = map(_count_of_mean, graph_nodes([loss], through=may_lead_to_one))
+    return [count for count in counts if count is not None]
+
+
+def sums_normalized_weights(loss: Tensor, num_samples: int) -> bool:
+    """Return whether a loss has a sum over weights of its samples that add up to 1. The host waits for the device."""
+    for node in graph_nodes([loss], through=_is_linear):
+        product = node.next_functions[0][0] if node.name() == "SumBackward0" else None
+        if product is not None and product.name() == "MulBackward0":
+            saved = (product._saved_self, product._saved_other)
+            weights = [it for it in saved if it is not None and not it.requires_grad and it.shape[:1] == (num_samples,)]
+            if num_samples > 1 and any(math.isclose(float(it.sum()), 1.0, rel_tol=1e-4) for it in weights):
+                return True
+    return False
 
 
 def _count_of_mean(node: Any) -> float | None:
@@ -375,26 +405,18 @@ def _are_sums(node: Any) -> bool:
         seen.add(node)
         if node is None or len(seen) > _NODES_LOOKED_AT:
             return False
-        if node.name() in _LINEAR:
+        if _is_linear(node):
             left += [other for other, _ in node.next_functions if other is not None]
         elif node.name() not in ("SumBackward0", "DotBackward0") and getattr(node, "_saved_reduction", 0) != 2:
             return False
     return True
 
 
-def leaves_of(results: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that gradients of these results go to."""
-    found, seen = dict[int, Tensor](), set[Any]()
-    nodes = [result.grad_fn for result in results if result.grad_fn is not None]
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found[id(leaf)] = leaf
-        nodes += [other for other, _ in node.next_functions if other is not None]
-    return list(found.values())
+def _parameters_in(results: Sequence[Tensor]) -> list[nn.Parameter]:
+    """Return the parameters that gradients of these results go to."""
+    nodes = graph_nodes(results, through=lambda node: True, most=sys.maxsize)
+    variables = (getattr(node, "variable", None) for node in nodes)
+    return list({id(it): it for it in variables if isinstance(it, nn.Parameter)}.values())
 
 
 def _are_alike(one: float, other: float, device: torch.device) -> bool:
