@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,7 +119,19 @@ MEANS = {
 }
 
 
-def looped(folder: Path, loss: Loss, micro_batch: int, *, norm: bool = False, closure: bool = False) -> Tensor:
+def noisy(items: list[Tensor]) -> Tensor:
+    return torch.stack(items) * (1 + 0.1 * torch.rand(()))
+
+
+def looped(
+    folder: Path,
+    loss: Loss,
+    micro_batch: int,
+    *,
+    norm: bool = False,
+    closure: bool = False,
+    collate: Callable[[list[Tensor]], Tensor] = torch.stack,
+) -> Tensor:
     torch.manual_seed(0)
     first = nn.Linear(5, 6)
     model = nn.Sequential(spectral_norm(first) if norm else first, nn.Tanh(), nn.Linear(6, 5)).double()
@@ -127,7 +140,17 @@ def looped(folder: Path, loss: Loss, micro_batch: int, *, norm: bool = False, cl
     make = torch.optim.LBFGS if closure else torch.optim.SGD
     optimizer = make(model.parameters(), lr=0.01, **({"max_iter": 2} if closure else {}))
     config = dt.configure(output_dir=folder, batch_size=micro_batch, gpu_mode="cpu", report=False)
-    run = dt.drive(model, optimizer, data, name="loop", global_batch=8, epochs=1, shuffle=False, config=config)
+    run = dt.drive(
+        model,
+        optimizer,
+        list(data),
+        name="loop",
+        global_batch=8,
+        epochs=1,
+        shuffle=False,
+        collate=collate,
+        config=config,
+    )
     for batch in run:
         if closure:
             run.step(lambda batch: loss(model, batch))
@@ -137,7 +160,7 @@ def looped(folder: Path, loss: Loss, micro_batch: int, *, norm: bool = False, cl
     return torch.cat([it.detach().flatten() for it in model.parameters()])
 
 
-def told(folder: Path, capsys: pytest.CaptureFixture[str], loss: Loss, micro_batch: int, **more: bool) -> list[str]:
+def told(folder: Path, capsys: pytest.CaptureFixture[str], loss: Loss, micro_batch: int, **more: Any) -> list[str]:
     looped(folder, loss, micro_batch, **more)
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("  loss ")]
 
@@ -200,6 +223,12 @@ def test_buffers_that_each_forward_changes_are_told(tmp_path: Path, capsys: pyte
     (line,) = told(tmp_path / "divided", capsys, MEANS["plain"], 4, norm=True)
     assert "each forward pass changes 0.parametrizations.weight.0._u" in line
     assert told(tmp_path / "whole", capsys, MEANS["plain"], 8, norm=True) == []
+
+
+def test_what_a_collate_function_draws_for_a_batch_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = told(tmp_path / "divided", capsys, MEANS["plain"], 4, collate=noisy)
+    assert "the collate function draws random numbers for each batch that it makes" in line
+    assert told(tmp_path / "whole", capsys, MEANS["plain"], 8, collate=noisy) == []
 
 
 class Replacing(nn.Module):

@@ -1,5 +1,6 @@
 """Scalar losses of every kind train the same however a step is divided: against a plain loop over whole batches."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -237,6 +238,31 @@ def test_the_division_is_kept_where_it_is_part_of_what_is_learnt(tmp_path: Path,
     if name != "mixes samples at random":
         assert difference(found, job_of(loss, model=model)) < 1e-10
     assert found["rule"]["by"] == ("tokens" if name == "batch normalization" else "samples")
+
+
+def masking(items: list[Any]) -> Any:
+    """Choose the tokens to predict at random, for each batch anew, as a collator for masked language models does."""
+    batch = default_collate(items)
+    chosen = torch.rand(batch["labels"].shape) < 0.4
+    return {**batch, "labels": torch.where(chosen, batch["labels"], -100)}
+
+
+def mixing(items: list[Any]) -> Any:
+    batch = default_collate(items)
+    return {**batch, "weight": batch["weight"] * random.random(), "tokens": batch["tokens"].roll(1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("collate", "loss", "by"), [(masking, cross_entropy, "tokens"), (mixing, per_sample, "samples")]
+)
+def test_a_loss_is_known_whatever_its_collate_function_draws(
+    tmp_path: Path, collate: Callable[..., Any], loss: Callable[..., Tensor], by: str
+) -> None:
+    """The parts of a batch had draws of their own, so it looked like one that compares samples."""
+    found = trained(str(tmp_path), job_of(loss, collate=collate), 4)
+    assert found["rule"]["by"] == by
+    assert found["rule"]["holds_division"] == "the collate function draws random numbers for each batch that it makes"
+    assert "the collate function draws" in found["events"]
 
 
 def test_a_count_with_the_same_mean_in_each_part_is_told_apart() -> None:

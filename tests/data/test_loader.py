@@ -161,11 +161,12 @@ def test_what_cannot_be_exact_is_said() -> None:
     def noisy_collate(items: list[Any]) -> Any:
         return default_collate(items) + torch.rand(())
 
-    with pytest.warns(UserWarning, match="collate function draws"):
-        loader(Numbers(10), 4, 4, collate=noisy_collate).warn_if_inexact()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert loader(Noisy(10), 4, 4).warn_if_inexact() == []
+        assert loader(Numbers(10), 4, 4, collate=noisy_collate).warn_if_inexact() == []
+    assert loader(Numbers(10), 4, 4, collate=noisy_collate).collate_draws()
+    assert not loader(Noisy(10), 4, 4).collate_draws()
 
 
 def test_closing_ends_the_workers_at_once() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ def see(
     last_step: int | None = None,
     epochs: int | None = 2,
     tries: bool = False,
+    collate: Callable[[list[Any]], Any] = default_collate,
 ) -> Seen:
     """What all ranks together see. `data` makes the data anew, as each process of a world would."""
     by_rank: list[Seen] = []
@@ -58,7 +60,7 @@ def see(
             division,
             rank,
             SEED,
-            default_collate,
+            collate,
             shuffle=source.shuffle is not False,
             num_workers=num_workers,
             start=start,
@@ -73,7 +75,7 @@ def see(
                     if micro.weight:
                         assert len(micro.batch) == micro.num_samples
                         found += micro.batch.tolist()
-                disturb()
+                    disturb()
                 seen.places.append(place)
                 seen.items.append(found)
                 seen.positions.append(loader.position)
@@ -107,6 +109,33 @@ def test_one_order_for_every_world_and_each_sample_once(kind, size, batch, world
 def test_workers_change_nothing(kind: str, world: int) -> None:
     alone = see(lambda: loaders(20, 6)[kind], 6)
     assert see(lambda: loaders(20, 6)[kind], 6, world=world, num_workers=2, tries=world == 2) == alone
+
+
+def drawing(items: list[Any]) -> Any:
+    """Draw as MixUp does, and as masks of tokens: for the batch, and for each of its items."""
+    batch = default_collate(items).double()
+    for_all = torch.full((len(items), 2), random.random() + np.random.random(), dtype=torch.float64)
+    return torch.cat([batch[:, None], for_all, torch.rand(len(items), 1, dtype=torch.float64)], dim=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_collate_function_draws_is_keyed(kind: str) -> None:
+    """In each batch other numbers, and the same whoever makes it: they were the same in all batches of most data."""
+
+    def data() -> Any:
+        return loaders(24, 6)[kind]
+
+    whole = see(data, 6, collate=drawing)
+    rows = list(itertools.chain(*whole.items))
+    batches = [step[first : first + 3] for step in whole.items for first in range(0, len(step), 3)]
+    assert len({batch[0][1] for batch in batches}) == len(batches)
+    assert len({row[3] for row in rows}) == len(rows)
+    assert see(data, 6, collate=drawing, num_workers=2, tries=True) == whole
+    if kind != "batch sampler":  # whose batches of unequal sizes two ranks divide in other ways
+        assert see(data, 6, collate=drawing, world=2) == whole
+    done = len(whole.places) // 2 + 1
+    rest = see(data, 6, collate=drawing, start=whole.positions[done - 1], tries=True)
+    assert rest == Seen(whole.places[done:], whole.items[done:], whole.positions[done:])
 
 
 @pytest.mark.parametrize("kind", KINDS)

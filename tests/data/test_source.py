@@ -294,7 +294,7 @@ class Masking:
 
 def test_a_collate_function_with_a_generator_of_its_own_is_reported() -> None:
     found = exactness_warnings(KeyedItems(torch.ones(4, 2), 0), Collated(Masking()))
-    assert ["the collate function draws random numbers" in text for text in found] == [True]
+    assert ["the collate function draws from a random generator of its own" in text for text in found] == [True]
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.jagged])

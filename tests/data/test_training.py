@@ -2,6 +2,7 @@
 
 import functools
 import json
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler, default_collate
 
 from drivetrain import ConfigError, Constant, DrivetrainError
 from drivetrain.api.training import train
@@ -198,6 +199,23 @@ def test_bit_identical_after_a_stop(
     assert mended is not None
     assert mended.resumed_from == 3
     assert_identical(mended, whole(kind))
+
+
+def mixed(items: list[Any]) -> Any:
+    """Mix pairs of a batch's samples, as MixUp does in a collate function."""
+    inputs, labels = default_collate(items)
+    part = random.random()
+    return part * inputs + (1 - part) * inputs[torch.randperm(len(items))], labels
+
+
+@pytest.mark.parametrize("kind", ["list", "batch sampler", "iterable"])
+def test_what_a_collate_function_draws_is_drawn_again_after_a_stop(tmp_path: Path, kind: str) -> None:
+    expected = run_on(str(tmp_path / "whole"), kind, collate=mixed)
+    assert run_on(str(tmp_path / "broken"), kind, 1, at_call=1 + 4 * 6 + 3, collate=mixed) is None
+    mended = run_on(str(tmp_path / "broken"), kind, collate=mixed)
+    assert mended is not None
+    assert mended.resumed_from == 3
+    assert_identical(mended, expected)
 
 
 @pytest.mark.parametrize("kind", ["batch sampler", "iterable", "iterable with state"])

@@ -283,7 +283,7 @@ class Drive(DrivenProgress):
 
     def __init__(self, session: Session, stack: ExitStack, loss: LossFunction | None = None) -> None:
         driven = DrivenRun(session, stack, loss)
-        parts = driven.parts
+        parts, say = driven.parts, driven.recorder.say
         for optimizer in members_of(parts.optimizer).values():
             stack.callback(optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
         self._turns = parts.strategy if isinstance(parts.strategy, TurnsStrategy) else None
@@ -296,8 +296,8 @@ class Drive(DrivenProgress):
         trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
         alike = World() if session.holds_parts else session.world  # the processes that hold the same gradients
         self._gradients = GradientWatch(trained, scales_loss=session.precision.scales_loss, world=alike)
-        self._weights = WeightWatch(trained, driven.recorder.say, may_follow=driven.puts_off_saves)
-        self._division = DivisionWatch(session, parts.model, driven.recorder.say, is_called=driven.called_model is None)
+        self._weights = WeightWatch(trained, say, may_follow=driven.puts_off_saves)
+        self._division = DivisionWatch(session, driven.loader, parts.model, say, is_called=driven.called_model is None)
         self._watch = LoopWatch(self, driven, has_turns=self._turns is not None)
         self._shares_buffers = session.world.size > 1 and session.config.distributed.broadcast_buffers
         self._around_forward = around_forward(parts.given)

@@ -23,6 +23,7 @@ from drivetrain.core.metrics import LossSum, NamedLosses
 from drivetrain.core.state import kept_by
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, leaves
+from drivetrain.data.loader import Loader
 from drivetrain.loop.trainer import COUNTED_STEPS
 from drivetrain.run import Session
 from drivetrain.run.loss_probe import (
@@ -33,7 +34,7 @@ from drivetrain.run.loss_probe import (
     mean_counts,
     sums_normalized_weights,
 )
-from drivetrain.run.loss_weighting import BATCH_NORM
+from drivetrain.run.loss_weighting import BATCH_NORM, DRAWN
 from drivetrain.run.model_factory import couples_samples
 from drivetrain.strategies.base import gradient_versions
 
@@ -386,13 +387,17 @@ class DivisionWatch:
 
     Args:
         session: The run.
+        loader: Where its batches come from.
         model: The model, as the loop has it.
         say: Prints a line.
         is_called: Whether the loop calls the model itself, so that its outputs can be watched; not a compiled one.
     """
 
-    def __init__(self, session: Session, model: nn.Module, say: Callable[[str], None], *, is_called: bool) -> None:
+    def __init__(
+        self, session: Session, loader: Loader, model: nn.Module, say: Callable[[str], None], *, is_called: bool
+    ) -> None:
         self._has_peers, self._model, self._say = session.world.size > 1, model, say
+        self._loader = loader
         self._step_samples = session.job.largest_batch or 0
         # How many batches are looked at.
         self._num_left = COUNTED_STEPS if session.weighting.reason == "not measured" else 0
@@ -426,6 +431,8 @@ class DivisionWatch:
                 f"{BATCH_NORM}: what is learned depends on how many batches a step is divided into (group or layer "
                 "normalization does not depend on it)"
             )
+        if is_first and self._loader.collate_draws():
+            lines["collate"] = f"{DRAWN}, {COUPLED} (what the data set draws for an item does not depend on it)"
         changed = self._changed_buffers()
         if changed:
             lines["buffers"] = (

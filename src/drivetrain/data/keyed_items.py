@@ -111,8 +111,16 @@ class KeyedItems(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, keys: Sequence[tuple[int, Any]]) -> list[Any]:
+        """Fetch items. What is drawn after them is keyed by them, too: the collate function is called next."""
         if self._set_epoch is not None and keys:
             self._begin(keys[0][0])
+        items = self._items_of(keys)
+        if keys:
+            (epoch, first), (_, last) = keys[0], keys[-1]
+            seed_all(key_of(self.seed, epoch, _in_numbers(first), _in_numbers(last), len(keys)))
+        return items
+
+    def _items_of(self, keys: Sequence[tuple[int, Any]]) -> list[Any]:
         if not self.draws:
             self.draws, items = draws_anything(lambda: self._fetch_all([sample for _, sample in keys]))
             if not self.draws:
@@ -120,11 +128,9 @@ class KeyedItems(Dataset[Any]):
         return [self.keyed(epoch, sample) for epoch, sample in keys]
 
     def keyed(self, epoch: int, sample: Any) -> Any:
-        # A sampler may hand out keys that are no numbers, such as names.
-        number = sample if isinstance(sample, int) else _number_of(sample)
         if self._set_epoch is not None:
             self._begin(epoch)
-        seed_all(key_of(self.seed, epoch, number))
+        seed_all(key_of(self.seed, epoch, _in_numbers(sample)))
         return self._fetch(sample)
 
     def _begin(self, epoch: int) -> None:
@@ -164,7 +170,10 @@ def spread_over(num_samples: int, at_most: int) -> list[int]:
     return [round(number * (num_samples - 1) / max(1, count - 1)) for number in range(count)]
 
 
-def _number_of(sample: Any) -> int:
+def _in_numbers(sample: Any) -> int:
+    """Return a number for a sample: a sampler may hand out keys that are none, such as names."""
+    if isinstance(sample, int):
+        return sample
     return int.from_bytes(hashlib.blake2b(repr(sample).encode(), digest_size=8).digest(), "little")
 
 
@@ -258,6 +267,13 @@ def _pinned_rows(tensor: Tensor, samples: Tensor) -> Tensor:
     return torch.index_select(tensor, 0, samples, out=out)
 
 
+def collate_draws(items: KeyedItems, collate: Collate) -> bool:
+    """Return whether a collate function draws from a global generator, found out by a batch of two items."""
+    first = items.__getitems__([(0, sample) for sample in range(min(2, len(items)))])
+    drew, _ = draws_anything(lambda: collate(first))
+    return drew
+
+
 def exactness_warnings(items: KeyedItems, collate: Collate) -> list[str]:
     """Return what prevents exact repetition, found by fetching two items twice."""
     found = []
@@ -272,18 +288,17 @@ def exactness_warnings(items: KeyedItems, collate: Collate) -> list[str]:
             "alike: it has a generator of its own, or a clock, or changes its items in place. A resumed run will see "
             "other items. Remedy: draw from the global generators, and return new tensors"
         )
-    drew, _ = draws_anything(lambda: collate(first))
-    own = Generators([collate])  # made by the first call, perhaps
+    collate(first)  # which makes its generators now, perhaps
+    own = Generators([collate])
     before = own.states()
-    if not drew and before:
-        with own.kept():
-            collate(first)
-            drew = own.states() != before
-    if drew:
-        found.append(
-            "the collate function draws random numbers: those depend on the micro-batch and the number of workers, and "
-            "a resumed run will draw others. Remedy: draw in the data set's items"
-        )
+    with own.kept():
+        collate(first)
+        if own.states() != before:
+            found.append(
+                "the collate function draws from a random generator of its own: other numbers with another number of "
+                "workers, and in a resumed run. Remedy: draw from the global generators of torch, numpy or Python, "
+                "which are set for each batch"
+            )
     return found
 
 

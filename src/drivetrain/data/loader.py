@@ -15,6 +15,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -32,7 +33,7 @@ from drivetrain.core.processes import MAIN_GUARD_REMEDY, forking, outlive_signal
 from drivetrain.core.value import format_bytes
 from drivetrain.data.batch import MicroBatch as MicroBatch
 from drivetrain.data.batch import map_tensors, pinned, to_device
-from drivetrain.data.division import Division, MicroStep, Place, Position, SampleStream, Stretch
+from drivetrain.data.division import Division, MicroStep, Place, Position, SampleStream, Stretch, key_of
 from drivetrain.data.external_order import Content, ReadOrder, fingerprint
 from drivetrain.data.feed import Feed, NoFeed, NumbersAhead, ResidentFeed
 from drivetrain.data.keyed_items import (
@@ -41,9 +42,11 @@ from drivetrain.data.keyed_items import (
     Generators,
     ItemError,
     KeyedItems,
+    collate_draws,
     exactness_warnings,
     gather,
     gathers,
+    seed_all,
 )
 from drivetrain.data.resident import Resident, Rows
 from drivetrain.data.source import Source, WorkerWishes, source_of
@@ -53,6 +56,7 @@ Found = TypeVar("Found")
 WORKER_SECONDS = 0.1  # to fork a worker and to end it: 0.05 of a small process, 0.13 of one with 4 GB
 IMPORTING_WORKER_SECONDS = 2.5  # to start one that imports torch
 LOOKED_AT = 8  # samples of a set, to forecast what all of them take
+_OF_BATCH = 2**64 - 1  # in the key of what a batch draws, apart from those of its items
 _AGAIN = 2**48  # an epoch that no run reaches: what items draw at random when they are seen again is keyed by it
 
 
@@ -144,7 +148,7 @@ class Loader:
     ) -> None:
         self.division, self.rank = division, rank
         self.source: Source = source_of(data)
-        self._position = start or Position()
+        self._seed, self._position = seed, start or Position()
         self._behind: RankStep | None = None  # the step that was yielded last
         self.notes: list[str] = []  # decisions made while loading
         self.tell: Callable[[str], None] = lambda note: None  # called with each that follows
@@ -209,6 +213,14 @@ class Loader:
             warnings.warn(text, stacklevel=2)
         return found
 
+    def collate_draws(self) -> bool:
+        """Return whether the collate function was seen to draw random numbers; False where it cannot be tried."""
+        if self.items is None or gathers(self.source.dataset, self._collate):
+            return False
+        with generators_kept(), suppress(ItemError):  # a sampler's keys need not be numbers from 0
+            return collate_draws(self.items, self._collated)
+        return False
+
     @property
     def position(self) -> Position:
         if self._behind is None:
@@ -248,19 +260,21 @@ class Loader:
         """Fetch one micro-batch of the keyed order by itself, in this process."""
         part = (parts := self.division.micro_steps(place, self.rank))[number]
         content = self._stream.samples(place.epoch, part.start, part.stop)
-        return _micro_batch(self._fetch(place, content), parts, number)
+        return _micro_batch(self._fetch(place, content, part), parts, number)
 
     def beginning(self, num_samples: int) -> MicroBatch:
         """Fetch the first samples of the keyed order, fewer than a micro-batch has, in this process."""
         place = self.division.place(0)
         part = self.division.micro_steps(place, self.rank)[0]
         part = part._replace(stop=part.start + num_samples)
-        return _micro_batch(self._fetch(place, self._stream.samples(place.epoch, part.start, part.stop)), [part], 0)
+        content = self._stream.samples(place.epoch, part.start, part.stop)
+        return _micro_batch(self._fetch(place, content, part), [part], 0)
 
     def last_of(self, place: Place) -> MicroBatch:
         """Fetch this rank's last micro-batch of a step of the keyed order, in this process."""
         part = self.division.micro_steps(place, self.rank)[-1]
-        return _micro_batch(self._fetch(place, self._stream.samples(place.epoch, part.start, part.stop)), [part], 0)
+        content = self._stream.samples(place.epoch, part.start, part.stop)
+        return _micro_batch(self._fetch(place, content, part), [part], 0)
 
     @property
     def from_memory(self) -> Callable[[torch.Tensor], Any] | None:
@@ -351,7 +365,7 @@ class Loader:
     def _fetched_here(self, steps: RankSteps) -> Fetched:
         for step in steps:
             if len(step.parts) == 1:
-                yield step, (_micro_batch(self._fetch(step.place, step.contents[0]), step.parts, 0),)
+                yield step, (_micro_batch(self._fetch(step.place, step.contents[0], step.parts[0]), step.parts, 0),)
             else:
                 yield step, self._one_by_one(step)
 
@@ -371,20 +385,22 @@ class Loader:
             if _are_rows(content, len(resident)):
                 batch: Any = Rows(resident, resident.numbers(content))
             else:
-                batch = self._fetch(step.place, content)
+                batch = self._fetch(step.place, content, step.parts[number])
             yield _micro_batch(batch, step.parts, number)
 
     def _one_by_one(self, step: RankStep) -> Iterator[MicroBatch]:
         for number, content in enumerate(step.contents):
-            yield _micro_batch(self._fetch(step.place, content), step.parts, number)
+            yield _micro_batch(self._fetch(step.place, content, step.parts[number]), step.parts, number)
 
-    def _fetch(self, place: Place, content: Content) -> Any:
+    def _fetch(self, place: Place, content: Content, part: MicroStep) -> Any:
         if self._gathers and _are_rows(content, len(self.source.dataset)):
             samples = torch.from_numpy(content) if isinstance(content, np.ndarray) else torch.tensor(content)
             return gather(self.source.dataset, samples, pin_memory=self._pin_memory)
         found = _as_list(content)
         if self.items is not None:
             found = self.items.__getitems__([(place.epoch, sample) for sample in found])
+        else:
+            _seed_batch(self._seed, place, part)
         batch = self._collated(found)
         return pinned(batch) if self._pin_memory else batch
 
@@ -437,7 +453,8 @@ class Loader:
             "multiprocessing_context": wishes.context,
         }
         if self.items is None:
-            return DataLoader(_ReadByWorker(steps, self._collated), batch_size=None, collate_fn=_as_it_is, **common)
+            reading = _ReadByWorker(steps, self._collated, self._seed)
+            return DataLoader(reading, batch_size=None, collate_fn=_as_it_is, **common)
         return DataLoader(self.items, batch_sampler=keys, collate_fn=self._collated, **common)
 
     def close(self) -> None:
@@ -586,14 +603,20 @@ class _Read(NamedTuple):
 class _ReadByWorker(IterableDataset[Any]):
     """Reads iterable data in the one worker of a rank."""
 
-    def __init__(self, steps: RankSteps, collate: Callable[[list[Any]], Any]) -> None:
-        self._steps, self._collate = steps, collate
+    def __init__(self, steps: RankSteps, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self._steps, self._collate, self._seed = steps, collate, seed
 
     def __iter__(self) -> Iterator[_Read]:
         for step in self._steps:
             for number, content in enumerate(step.contents):
                 header = step._replace(contents=[]) if number == 0 else None
+                _seed_batch(self._seed, step.place, step.parts[number])
                 yield _Read(self._collate(_as_list(content)), header)
+
+
+def _seed_batch(seed: int, place: Place, part: MicroStep) -> None:
+    """Key what is drawn next by the place of a micro-batch of read items, for the collate function."""
+    seed_all(key_of(seed, place.epoch, part.start, _OF_BATCH))
 
 
 def _batch(found: Any) -> Any:
@@ -648,10 +671,12 @@ class SamplesAgain:
 
     def items(self, numbers: Sequence[int]) -> list[Any]:
         with generators_kept():
-            return self._items.__getitems__([(_AGAIN, number) for number in numbers])
+            return self._fetch(numbers)
+
+    def _fetch(self, numbers: Sequence[int]) -> list[Any]:
+        return self._items.__getitems__([(_AGAIN, number) for number in numbers])
 
     def batch(self, numbers: Sequence[int]) -> Any:
-        items = self.items(numbers)
         with generators_kept():
-            batch = self._collate(items)
+            batch = self._collate(self._fetch(numbers))
         return to_device(batch, self._device, channels_last=self._channels_last)

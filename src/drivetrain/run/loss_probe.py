@@ -48,6 +48,7 @@ class Parts(NamedTuple):
     parts: tuple[Any, ...]
     sizes: tuple[int, ...]
     reordered: Callable[[], Any] | None = None  # the whole batch with its samples in another order
+    draws: bool = False  # whether the collate function drew random numbers for it
 
 
 class Carried(NamedTuple):

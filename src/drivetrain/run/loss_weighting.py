@@ -6,6 +6,7 @@ answer does not depend on the number of ranks. A run records the answer in its c
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from drivetrain.core.optimizers import chosen_parameters, only_training
 from drivetrain.core.world import World
 from drivetrain.data.batch import IGNORE_INDEX, MicroBatch, candidates
 from drivetrain.data.division import Place, SampleStream
-from drivetrain.data.keyed_items import Collated, KeyedItems
+from drivetrain.data.keyed_items import Collated, KeyedItems, draws_anything
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
 from drivetrain.loop import Stepper
@@ -40,6 +41,7 @@ SAMPLES_AT_ONCE, LOOK_AT_ALL_SECONDS = 4096, 1.0  # of data that is in memory
 MOST_WEIGHTS_ON_CPU = 100_000_000  # of a sharded model, which rank 0 has whole in host memory
 _PROBE_EPOCH = 2**48  # keys what items draw at random while they are looked at: an epoch that no run reaches
 BATCH_NORM = "batch normalization couples the samples of a batch"
+DRAWN = "the collate function draws random numbers for each batch that it makes"
 BEFORE = "the run was begun by a version that weighted every scalar loss by samples"
 
 
@@ -162,7 +164,8 @@ def _measured(run: Session, model: nn.Module, parts: Callable[[int], Parts]) -> 
             with untouched(run.world.device):
                 loss = _UncountedLoss(run.job)
                 made, probed = _probed(run, loss, model, parts, device)
-            couples, notes = couples or probed.carried.couples, _notes(run, probed)
+            couples = couples or probed.carried.couples or (DRAWN if made.draws else "")
+            notes = _notes(run, probed)
             if probed.returns_sum:
                 what = "named parts with a count each" if loss.has_parts else "a LossSum"
                 return Weighting(holds_division=couples, reason=f"the loss function returns {what}", notes=notes)
@@ -294,12 +297,17 @@ def _parts_by_number(run: Session, numbers: Sequence[int], fewest: int) -> Parts
         while len(items) < FEWEST_SAMPLES:
             items += items
         chosen = _chosen(items, [collate([item]) for item in items], min(wanted, len(items)))
+        draws, whole = draws_anything(lambda: collate(chosen))
+        if draws:  # parts that are made anew would have other draws
+            with suppress(DrivetrainError):
+                return _cut(whole, len(chosen))._replace(draws=True)
         bounds = part_bounds(len(chosen))
         return Parts(
-            collate(chosen),
+            whole,
             tuple(collate(chosen[first:last]) for first, last in pairwise(bounds)),
             tuple(last - first for first, last in pairwise(bounds)),
             lambda: collate(chosen[::-1]),
+            draws,
         )
 
 
@@ -514,6 +522,8 @@ def tell_weighting(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
             remedy = "group or layer normalization does not depend on it"
         elif weighting.holds_division.startswith("each forward pass"):
             remedy = "a hook, dt.every(1, …), changes it once per step"
+        elif weighting.holds_division == DRAWN:
+            remedy = "what the data set draws for an item does not depend on it"
         lines.append(
             f"{weighting.holds_division}: what is learned depends on the micro-batch, which stays at {size}; more "
             f"than {most} device{'s' if most > 1 else ''} would have to make it smaller ({remedy})"
