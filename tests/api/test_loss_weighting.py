@@ -376,6 +376,40 @@ def test_targets_that_are_nan_are_not_counted(tmp_path: Path, is_in_memory: bool
         torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-12)
 
 
+def each_property_by_its_own(model: nn.Module, batch: Any) -> Any:
+    found, targets = model(batch[0]), batch[1]
+    total: Any = 0.0
+    for column in range(targets.shape[1]):
+        is_known = ~targets[:, column].isnan()
+        if is_known.any():
+            total = total + functional.mse_loss(found[is_known, column], targets[is_known, column])
+    return total / targets.shape[1]
+
+
+def test_heads_that_each_leave_nan_out_keep_the_division(tmp_path: Path) -> None:
+    """Samples without any label were tried alone: their loss is a plain number, which was taken for a LossSum."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = (torch.randn(96, 4, dtype=torch.float64, generator=generator) for _ in range(2))
+    targets[torch.rand(targets.shape, generator=generator) < 0.7] = float("nan")
+    data = TensorDataset(inputs, targets)
+    job = job_of(each_property_by_its_own, data, lambda: nn.Linear(4, 4), shuffle=False, max_steps=2)
+    assert "adds means over different items" in trained(str(tmp_path), job, 8)["rule"]["holds_division"]
+
+
+def test_a_loss_that_is_a_number_where_nothing_counts_is_measured(tmp_path: Path) -> None:
+    """Three of four samples have no label, and the loss of such a batch is a plain 0.0 or a tensor without gradient."""
+    inputs, targets = torch.randn(2, 96, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    targets[torch.arange(96) % 4 > 0] = float("nan")
+
+    for nothing in (0.0, torch.tensor(0.0)):
+
+        def loss(model: nn.Module, batch: Any, nothing: Any = nothing) -> Any:
+            return nothing if batch[1].isnan().all() else not_known_left_out(model, batch)
+
+        job = job_of(loss, TensorDataset(inputs, targets), lambda: nn.Linear(4, 4), shuffle=False, max_steps=2)
+        assert "that is not NaN" in str(trained(str(tmp_path / str(nothing)), job, 4)["rule"]["reason"])
+
+
 def test_class_weights_are_seen_where_the_first_labels_have_the_same(tmp_path: Path) -> None:
     """The first samples lack the rare class: with their labels alone the loss is a mean over samples."""
     loss = of_rows(-100, torch.tensor([1.0, 1.0, 20.0]))

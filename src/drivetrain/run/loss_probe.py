@@ -448,10 +448,12 @@ def _gradients(
 def _gradient(loss: LossFunction, model: nn.Module, batch: Any) -> Tensor | None:
     result = loss(model, batch)
     settlement_of(model).forget()
-    if not isinstance(result, Tensor):
+    if not isinstance(result, (Tensor, int, float)):
         return None
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found = torch.autograd.grad(result, parameters, allow_unused=True)
+    found: Sequence[Tensor | None] = [None] * len(parameters)
+    if isinstance(result, Tensor) and result.requires_grad:  # the others are of batches that have nothing to count
+        found = torch.autograd.grad(result, parameters, allow_unused=True)
     num_entries = sum(parameter.numel() for parameter in parameters)
     every = max(1, -(-num_entries // MOST_ENTRIES))
     entries = [

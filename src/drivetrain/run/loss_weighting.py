@@ -317,7 +317,11 @@ def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
     common = {path for path, count in {count.path: count for count in offered}.items() if all(map(count.is_in, alone))}
     counts = [count for count in offered if count.path in common]
     columns = {count: count.numbers(alone) for count in counts}
-    labels = [columns[count] for count in counts if count.kind == "unequal" and count.ignored in (IGNORE_INDEX, 0)]
+    labels = [
+        columns[count]
+        for count in counts
+        if count.kind == "not nan" or (count.kind == "unequal" and count.ignored in (IGNORE_INDEX, 0))
+    ]
     labels = [column for column in labels if any(column)]
     # The loss of samples that have no label at all may be 0/0: they come last, and no part has only these.
     numbers = [number for number in range(len(items)) if all(column[number] for column in labels)]

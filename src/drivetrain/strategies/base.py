@@ -423,7 +423,7 @@ class Objective(nn.Module):
             raise DrivetrainError(
                 f"the loss function {returned(result)}",
                 remedy="return a scalar tensor (a mean over the batch), dt.LossSum(sum, count), or a dictionary of "
-                "named parts, each of them one of these",
+                "named parts, each of them one of these; where a batch has nothing to count, 0 * output.sum()",
             )
         factor = weight * self.scale * num_samples / step_samples
         if weight:
