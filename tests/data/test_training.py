@@ -261,6 +261,29 @@ def test_epochs_end_where_the_data_does(tmp_path: Path, kind: str) -> None:
     assert [row["epoch"] for row in read(result.folder).rows] == [0] * 4 + [1] * 4
 
 
+class SaysLength(Batches):
+    """A batch sampler whose length is an estimate."""
+
+    def __init__(self, said: int) -> None:
+        self.said = said
+
+    def __len__(self) -> int:
+        return self.said
+
+
+@pytest.mark.parametrize(("said", "told"), [(2, True), (9, True), (4, False)])
+def test_a_length_that_the_data_does_not_have_is_told(
+    tmp_path: Path, said: int, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The schedule ends where the length says: steps after it would have a learning rate of 0."""
+    loader = DataLoader(Vectors(VARIANT), batch_sampler=SaysLength(said))
+    job = make_job(VARIANT, data=loader, global_batch=None, max_steps=None, epochs=2)
+    result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu", report=False))
+    assert (result.steps, job.num_steps) == (8, 2 * said)
+    words = f"epoch 1 ends with step 4, and len() of SaysLength says {said}: "
+    assert capsys.readouterr().out.count(words) == told
+
+
 def test_what_was_taken_is_said_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = make_job(VARIANT, data=DataLoader(Stream(), 16), global_batch=None)
     result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu", report=False))

@@ -318,6 +318,19 @@ def _over_in_first_epoch(rates: Sequence[float], per_epoch: int, num_epochs: int
     return ""
 
 
+def wrong_length(job: Job, place: Place) -> str:
+    """Return in words that an epoch ends before or after the length of its data says; empty if it does not."""
+    steps, said = place.step + 1, (place.epoch + 1) * (job.steps_per_epoch or 0)
+    if steps == said or job.epochs is None or job.num_steps is None:
+        return ""
+    ends = f"epoch {place.epoch + 1} ends" if place.epoch == 0 else f"{place.epoch + 1} epochs end"
+    return (
+        f"{ends} with step {steps}, and len() of {job.source.order_name} says {said}: the schedule and whatever else "
+        f"depends on the length of the job take it for {job.num_steps} steps. Correct its __len__, or give max_steps "
+        "in place of epochs"
+    )
+
+
 class Plateau:
     """A `ReduceLROnPlateau` that is stepped with each validation, and the rates that it has come to."""
 

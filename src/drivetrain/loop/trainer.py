@@ -30,7 +30,7 @@ from drivetrain.job import Job
 from drivetrain.loop.bad_numbers import NO_SKIPS, BadNumbers, RollBackError, not_finite
 from drivetrain.loop.hook_calls import HookCalls, RunLog
 from drivetrain.loop.read_back import InFlight, ReadStep
-from drivetrain.loop.schedule import Rates, SaveSchedule
+from drivetrain.loop.schedule import Rates, SaveSchedule, wrong_length
 from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import CHECKPOINT, LOGGING
@@ -186,6 +186,7 @@ class Trainer:
         given = model, optimizer, world, folder, recorder, stepper, validation, average, rehearsal
         self._hook_calls = HookCalls(*given, check_model, freezer, loader)
         self._unsaved = UnsavedWatch(model, optimizer, recorder.say)
+        self._say, self._trusts_length = recorder.say, job.source.is_keyed
         self._first_step, self._validation, self._average = first_step, validation, average
         self._before_step, self._set_loss_weights = before_step, set_loss_weights
         self._norms, self._retry = norms, retry
@@ -282,6 +283,9 @@ class Trainer:
             self._before_step(place.step + 1)
         if self._norms is not None and self._norms.begin(place.step):
             self._norms = None
+        if place.ends_epoch and not self._trusts_length and (words := wrong_length(self._job, place)):
+            self._say(f"  data       {words}")
+            self._trusts_length = True  # it is told once
         is_last, validation = self._is_last(place), self._validation
         hooks = [
             hook
