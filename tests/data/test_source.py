@@ -199,6 +199,16 @@ def test_what_cannot_be_trained_on(data: Any, words: str) -> None:
     assert caught.value.remedy
 
 
+def test_a_data_frame_is_refused_with_what_to_give() -> None:
+    """Its [0] is a column: with as many columns as rows, and numbers for names, columns were trained on as samples."""
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(np.zeros((3, 4)))
+    for data, words in ((frame, "a column and not a row"), ({"x": frame, "y": frame[0]}, "got DataFrame for 'x'")):
+        with pytest.raises(DrivetrainError, match=words) as caught:
+            source_of(data)
+        assert 'df["y"].to_numpy(' in str(caught.value.remedy)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_collate_function_that_raises(num_workers: int) -> None:
     unequal = [torch.zeros(number) for number in range(6)]

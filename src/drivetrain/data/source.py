@@ -147,6 +147,8 @@ def source_of(data: Any) -> Source:
             f"expected a Dataset, got {type(data).__name__}",
             remedy="open the file or folder that it names, and pass a Dataset made from it",
         )
+    if any(base.__name__ == "DataFrame" for base in type(data).__mro__):
+        raise DrivetrainError("expected a Dataset, got a DataFrame, whose [0] is a column and not a row", remedy=_FRAME)
     _refuse_separate_tensors(data)
     if not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Source(data)
@@ -172,6 +174,7 @@ def _notes_on_iterating(data: Any) -> Iterable[str]:
 
 
 _LIST = "make it a tensor, or give a list of items"
+_FRAME = 'give its columns as arrays: data={"x": df[[…]].to_numpy("float32"), "y": df["y"].to_numpy("float32")}'
 _BOTH = (
     "make it a tensor. To train on several data sets at once, make one whose items have a part of each: "
     "__getitem__(i) returns (first[i], second[i % len(second)])"
@@ -186,7 +189,7 @@ def _columns(data: Mapping[Any, Any]) -> Columns:
         if not isinstance(value, (Tensor, np.ndarray)) or value.ndim == 0:
             raise DrivetrainError(
                 f"expected a dictionary of tensors or arrays of equal length, got {type(value).__name__} for {name!r}",
-                remedy=_BOTH if hasattr(value, "__getitem__") or isinstance(value, DataLoader) else _LIST,
+                remedy=_remedy_for(value),
             )
         try:
             tensors[str(name)] = torch.as_tensor(value)
@@ -200,6 +203,13 @@ def _columns(data: Mapping[Any, Any]) -> Columns:
             f"the tensors of the data are of unequal length: {lengths}", remedy="each needs one row per sample"
         )
     return Columns(tensors)
+
+
+def _remedy_for(value: Any) -> str:
+    """Return what to give in place of a value that is no column."""
+    if hasattr(value, "to_numpy"):
+        return _FRAME
+    return _BOTH if hasattr(value, "__getitem__") or isinstance(value, DataLoader) else _LIST
 
 
 def _refuse_separate_tensors(data: Any) -> None:
