@@ -467,6 +467,16 @@ def test_a_bad_step_is_not_saved(tmp_path: Path) -> None:
     assert [path.name for path in (going.folder / "checkpoints").iterdir()] == []
 
 
+def test_weights_that_a_bad_step_made_nan_are_not_the_loops_doing(tmp_path: Path) -> None:
+    """NaN is unlike itself: the loop was said to have changed the weights, in place of which step was bad."""
+    going = start(str(tmp_path), BASE, MICRO_BATCH)
+    first_is_nan = body(
+        backward=lambda going, batch: going.backward(loss_of(going, batch) * (1 if going.steps else float("nan")))
+    )
+    with pytest.raises(DrivetrainError, match=r"the loss of step 1 .* is nan"):
+        first_is_nan(going)
+
+
 # What else happens in a loop
 
 

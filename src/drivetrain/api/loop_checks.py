@@ -785,7 +785,8 @@ class WeightWatch:
     def check(self, micro: MicroBatch) -> None:
         """Raise or say that the loop has changed weights since `note`."""
         copies, self._copies = self._copies, []
-        if all(torch.equal(it.detach(), copy) for it, copy in zip(self._watched, copies, strict=False)):
+        pairs = zip(self._watched, copies, strict=False)  # that are NaN in both, the step before was bad
+        if all(torch.allclose(it.detach(), copy, rtol=0, atol=0, equal_nan=True) for it, copy in pairs):
             return
         remedy = (
             "leave an update by hand out: run.step() has the optimizer do it, and p.data.add_(p.grad, alpha=-lr) is "
