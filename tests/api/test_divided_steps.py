@@ -193,6 +193,26 @@ def test_a_sum_by_its_weights_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
         assert told(tmp_path / f"whole {number}", capsys, loss, 8) == []
 
 
+@pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_clips_a_part_of_the_gradient_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    def clip(it: Tensor) -> Tensor | None:
+        if way == "register_hook":
+            return it.clamp(-0.01, 0.01)
+        assert it.grad is not None
+        it.grad.clamp_(-0.01, 0.01)
+        return None
+
+    for micro_batch in (4, 8):
+        getattr((model := nn.Linear(5, 5)).weight, way)(clip)
+        for batch in (run := driven(tmp_path / str(micro_batch), model, micro_batch)):
+            run.backward(functional.mse_loss(model(batch), batch))
+            run.step()
+        lines = [line for line in capsys.readouterr().out.splitlines() if "a hook of weight gets the gradient" in line]
+        assert len(lines) == (micro_batch == 4)
+
+
 def test_a_sum_by_the_samples_of_the_whole_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It was taken for a mean over the batch, so its gradients were as many times too small as the step has batches."""
 

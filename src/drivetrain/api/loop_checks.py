@@ -433,6 +433,12 @@ class DivisionWatch:
             )
         if is_first and self._loader.collate_draws():
             lines["collate"] = f"{DRAWN}, {COUPLED} (what the data set draws for an item does not depend on it)"
+        if is_first and (hooked := _with_hooks(self._model)):
+            lines["hooks"] = (
+                f"a hook of {hooked} gets the gradient of each batch, which is a part of the step's: what it clips or "
+                "normalizes depends on how many batches a step is divided into. clip_norm clips whole gradients, and "
+                "optimizer.register_step_pre_hook is for anything else"
+            )
         changed = self._changed_buffers()
         if changed:
             lines["buffers"] = (
@@ -514,6 +520,12 @@ class DivisionWatch:
 
 def _are_close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-5)  # sums of float32 are rounded
+
+
+def _with_hooks(model: nn.Module) -> str:
+    """Return the name of a weight with a hook of the user's on its gradient; empty if there is none."""
+    named = model.named_parameters()
+    return next((name for name, it in named if it._backward_hooks or it._post_accumulate_grad_hooks), "")
 
 
 def _buffers_but_of_norms(model: nn.Module) -> dict[str, Tensor]:
