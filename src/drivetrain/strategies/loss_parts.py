@@ -296,8 +296,8 @@ class LossParts:
             raise DrivetrainError(
                 f"the part {late[0]!r} of the loss is a LossSum, and a step has {num_micro_steps} micro-batches: what "
                 "it is divided by is not known before the last of them, and each part has a count of its own",
-                remedy=f'give Job(count=lambda batch: {{"{late[0]}": …}}), which counts its items beforehand; or a '
-                "larger --batch-size, so that a step is one micro-batch",
+                remedy="a larger --batch-size, so that a step is one micro-batch; or, with dt.train, "
+                f'Job(count=lambda batch: {{"{late[0]}": …}}), which counts its items beforehand',
             )
 
     @property
