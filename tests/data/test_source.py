@@ -50,6 +50,8 @@ def first_batch(data: Any, global_batch: int = 4, **options: Any) -> Any:
         (DataLoader(DATA, 4, shuffle=True), True, False, "shuffle=True"),
         (DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True)), None, True, "RandomSampler is used"),
         (DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=5)), None, True, "RandomSampler is used"),
+        (DataLoader(DATA, 4, sampler=RandomSampler(range(8))), None, True, "RandomSampler is used"),  # of the first 8
+        (DataLoader(DATA, 4, sampler=SequentialSampler(range(8))), None, True, "SequentialSampler is used"),
         (DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 0)), True, False, "DistributedSampler is replaced"),
         (DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1, shuffle=False)), False, False, "is replaced"),
         (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, False)), False, False, "of 4 is"),

@@ -262,7 +262,7 @@ def _of_loader(loader: DataLoader[Any]) -> Source:
     if drop_last:
         notes.append("drop_last: samples that do not fill a batch are left out, other ones in each epoch")
     if not source.is_iterable:
-        shuffle, kept, said = _on_sampler(sampler)
+        shuffle, kept, said = _on_sampler(sampler, _length(loader.dataset))
         notes.append(said)
         source = replace(source, sampler=kept, shuffle=shuffle)
     return replace(source, notes=(*source.notes, *notes))
@@ -287,12 +287,13 @@ def _whole_batches() -> DrivetrainError:
     )
 
 
-def _on_sampler(sampler: Any) -> tuple[bool | None, Any, str]:
+def _on_sampler(sampler: Any, length: int | None) -> tuple[bool | None, Any, str]:
     """Return whether a sampler means shuffling, the sampler itself if it is used, and the note about it."""
-    kind = type(sampler).__name__
-    if type(sampler) is SequentialSampler:
+    kind, is_whole = type(sampler).__name__, _length(sampler) == length
+    if type(sampler) is SequentialSampler and is_whole:
         return False, None, "its order is the data set's own (SequentialSampler): shuffle=False"
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+    is_drawn_once = type(sampler) is RandomSampler and not sampler.replacement
+    if is_drawn_once and is_whole and sampler.num_samples == len(sampler.data_source):
         return True, None, "its RandomSampler means shuffle=True, in the order that follows from the job's seed"
     if isinstance(sampler, DistributedSampler):
         note = f"its {kind} is replaced: each batch is divided over the ranks here, and all need the whole order"
