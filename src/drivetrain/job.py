@@ -39,6 +39,7 @@ from drivetrain.core.optimizers import (
 )
 from drivetrain.core.schedules import SWA, Constant, FactorSchedule, OnPlateau, Schedule
 from drivetrain.data.division import Division
+from drivetrain.data.keyed_items import Collate
 from drivetrain.data.source import Source, sets_of, source_of
 from drivetrain.job_checks import EXAMPLES, problems_of
 
@@ -119,9 +120,10 @@ class Job:
         weight_decay: Weight decay for weights of two dimensions and more; biases and norms get none.
         collate: Makes a batch of a list of items.
         shuffle: Whether to draw samples in a new order in each epoch.
-        valid: The validation set, like `data`, but not something that can only be iterated. It is read in its own
-            order, whatever a `DataLoader` says. Or several sets by name, as in `{"clean": dataset, "noisy": other}`:
-            metrics are then called `valid_clean_loss`, and `valid_loss` is that of the first set.
+        valid: The validation set, like `data`, but not something that can only be iterated. Of a `DataLoader`, its
+            collate function and the samples that its sampler chooses are used, in the order of the data set. Or several
+            sets by name, as in `{"clean": dataset, "noisy": other}`: metrics are then called `valid_clean_loss`, and
+            `valid_loss` is that of the first set.
         test: The test set, or several by name, like `valid`. It is measured once, when the job is done, with the best
             weights, or the last ones where nothing was validated: `test_loss` and so on in `Result.test`.
         valid_every: Steps between validations. Default: at the end of each epoch.
@@ -230,6 +232,14 @@ class Job:
     def test_sets(self) -> dict[str, Source]:
         """The test sets by name, as `valid_sets`."""
         return {} if self.test is None else sets_of(self.test)
+
+    def collate_of(self, held_out: Source) -> Collate:
+        """Return what makes batches of a validation or test set: the function of its own `DataLoader`, or the job's.
+
+        That of a `DataLoader` which was given none is torch's; one that the job names itself wins over that.
+        """
+        own, is_named = held_out.collate, self.collate is not self.source.collate
+        return self.collate if own is None or (own is default_collate and is_named) else own
 
     @property
     def num_samples(self) -> int | None:

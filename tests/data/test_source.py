@@ -1,5 +1,6 @@
 """What a job's data is taken for, what is said of it, and what is refused."""
 
+import itertools
 import math
 import multiprocessing
 import sys
@@ -18,6 +19,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
     TensorDataset,
     default_collate,
 )
@@ -27,7 +29,7 @@ from drivetrain.data.division import Division
 from drivetrain.data.external_order import ItemEntries
 from drivetrain.data.keyed_items import Collated, Columns, KeyedItems, exactness_warnings, same
 from drivetrain.data.loader import Loader
-from drivetrain.data.source import source_of
+from drivetrain.data.source import sets_of, source_of
 from tests.data.shapes import Counting, Numbers, Unequal
 
 DATA = Numbers(20)
@@ -199,6 +201,31 @@ def test_what_cannot_be_trained_on(data: Any, words: str) -> None:
         source_of(data)
     assert words in caught.value.message
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("loader", "samples"),
+    [
+        (DataLoader(DATA, 4), range(20)),
+        (DataLoader(DATA, 4, sampler=SubsetRandomSampler([7, 3, 12])), [3, 7, 12]),
+        (DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(20))), range(20)),
+        (DataLoader(DATA, batch_sampler=[[5, 4], [9]]), [4, 5, 9]),
+    ],
+)
+def test_a_sampler_chooses_what_is_held_out(loader: Any, samples: Any) -> None:
+    """The sampler was ignored: the part that it leaves out, perhaps the training set, was validated as well."""
+    before = torch.get_rng_state()
+    (source,) = sets_of(loader).values()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert source.is_keyed
+    found = [source.dataset[number] for number in range(len(source.dataset))]
+    assert found == [DATA[sample] for sample in samples]
+
+
+def test_a_sampler_without_end_is_refused_for_what_is_held_out() -> None:
+    with pytest.raises(DrivetrainError, match="yields more than 320 samples of 20") as caught:
+        sets_of(DataLoader(DATA, 4, sampler=itertools.count()))  # type: ignore[arg-type]
+    assert "Subset(" in str(caught.value.remedy)
 
 
 def test_a_data_frame_is_refused_with_what_to_give() -> None:

@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    default_collate,
+)
 
+import drivetrain as dt
 from drivetrain import ConfigError, Constant, DrivetrainError
 from drivetrain.api.training import train
 from drivetrain.config import configure
@@ -387,3 +395,24 @@ def test_a_validation_set_in_every_shape(tmp_path: Path) -> None:
         result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu", report=False), quiet=True)
         found.append(result.metrics["valid_loss"])
     assert found == [found[0]] * 3
+
+
+def moved(items: list[Any]) -> Any:
+    """Make a batch whose inputs are others: an augmentation that belongs to the training."""
+    inputs, labels = default_collate(items)
+    return inputs + 1, labels
+
+
+@pytest.mark.parametrize("own", [None, moved])
+@pytest.mark.parametrize("of_job", [False, True])
+def test_a_validation_loader_has_its_own_batches(tmp_path: Path, own: Any, of_job: bool) -> None:
+    """That of the training made them, with its augmentation, and of all samples, whatever the sampler chose."""
+    vectors = Vectors(VARIANT)
+    data = vectors if of_job else DataLoader(vectors, 16, collate_fn=default_collate if own else moved)
+    loader = DataLoader(vectors, 7, collate_fn=own, sampler=SubsetRandomSampler([9, 2, 30]))
+    job = make_job(VARIANT, data=data, valid=loader, max_steps=1)
+    result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu", report=False), quiet=True)
+    expected = vector_loss(result.model, (own or default_collate)([vectors[sample] for sample in (2, 9, 30)]))
+    assert result.metrics["valid_loss"] == pytest.approx(expected.item(), abs=1e-12)
+    rows = dt.predict(result, loader)
+    assert len(rows) == 3

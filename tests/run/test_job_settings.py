@@ -44,7 +44,7 @@ def test_data_of_any_kind_is_cut(data: Any) -> None:
     assert (cut.num_samples, cut.global_batch, cut.epochs, cut.name) == (100, 8, 1, "mine-debug")
     for index in (0, 99):
         assert torch.equal(cut.source.dataset[index][0], given.source.dataset[index][0])
-    assert len(cut.valid) == 100
+    assert len(cut.valid_sets[""].dataset) == 100
     assert cut.num_steps == 13
 
 

@@ -21,6 +21,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
 )
 
 from drivetrain.core.errors import DrivetrainError
@@ -516,8 +517,12 @@ def sets_of(data: Any) -> dict[str, Source]:
     """Identify held-out data: one data set, whose name is empty, or several by name.
 
     A dictionary of tensors or arrays is one data set in columns; a dictionary of data sets is several. What could be
-    either is refused.
+    either is refused. Of a DataLoader, the samples that its sampler chooses are the set, in the order of the data.
     """
+    return {name: _held_out(source) for name, source in _named(data).items()}
+
+
+def _named(data: Any) -> dict[str, Source]:
     if not isinstance(data, Mapping) or hasattr(data, "__getitems__") or not data:
         return {"": source_of(data)}
     columns = [name for name, value in data.items() if isinstance(value, (Tensor, np.ndarray))]
@@ -531,6 +536,30 @@ def sets_of(data: Any) -> dict[str, Source]:
             remedy=_EITHER,
         )
     return {_checked_name(name): _source_of_set(name, value) for name, value in data.items()}
+
+
+_MOST_TIMES = 16  # that a sampler of a held-out set may yield each sample, on average
+
+
+def _held_out(source: Source) -> Source:
+    """Return the samples of a held-out set that its sampler chooses, drawn by a key, as a set without a sampler."""
+    sampler = source.sampler if source.batch_sampler is None else source.batch_sampler
+    if sampler is None:
+        return replace(source, lengths=None)
+    in_batches, length = source.batch_sampler is not None, len(source.dataset)
+    with generators_kept(), Generators([sampler]).kept():
+        entries = SamplerEntries(sampler, 0, in_batches=in_batches).begin(0, 0, None)
+        keys = (key for entry in entries for key in (entry if in_batches else [entry]))
+        chosen = list(islice(keys, _MOST_TIMES * length + 1))
+    if len(chosen) > _MOST_TIMES * length:
+        raise DrivetrainError(
+            f"the {source.order_name} of a set that is held out yields more than {len(chosen) - 1} samples of {length}",
+            remedy="give the data set itself, or torch.utils.data.Subset(dataset, indices)",
+        )
+    if all(isinstance(key, int) for key in chosen):
+        chosen.sort()
+    dataset = source.dataset if chosen == list(range(length)) else Subset(source.dataset, chosen)
+    return replace(source, dataset=dataset, sampler=None, batch_sampler=None, lengths=None)
 
 
 def metric_names(sets: Iterable[str], names: Iterable[str], prefix: str) -> list[str]:

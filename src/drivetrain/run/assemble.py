@@ -31,7 +31,7 @@ from drivetrain.core.world import World
 from drivetrain.data.batch import note_one_sample, to_device
 from drivetrain.data.division import Division, Position, key_of
 from drivetrain.data.feed import ResidentFeed, feed_for
-from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Columns, Draws, what_draws
+from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Collate, Columns, Draws, what_draws
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.data.source import Source, source_of
 from drivetrain.loop import CapturedStepper, Stepper, make_capturable, why_not_captured
@@ -69,10 +69,11 @@ def make_loader(
     *,
     shuffle: bool,
     start: Position | None = None,
+    collate: Collate | None = None,
     begins_often: bool = False,
 ) -> Loader:
     """Make a loader by the plan; the run closes it at its end. One that begins often weighs what workers cost."""
-    source = source_of(data)
+    source, collate = source_of(data), collate or run.job.collate
     wishes, device = source.wishes, run.world.device
     pins_memory = wishes.pin_memory if run.config.data.pin_memory is None else None
     fetched = _path_fetched(run)
@@ -81,7 +82,7 @@ def make_loader(
         division,
         run.world.rank,
         run.job.seed,
-        run.job.collate,
+        collate,
         shuffle=shuffle,
         num_workers=_num_workers(run, source),
         pin_memory=(pins_memory or run.settings.pin_memory.value) and device.type == "cuda",
@@ -95,7 +96,7 @@ def make_loader(
         may_do_without_workers=run.config.data.num_workers < 0,
         resident=run.residency.of(
             source,
-            run.job.collate,
+            collate,
             channels_last=run.way.channels_last,
             num_workers=_num_workers(run, source),
             planned=None if run.planned.data_path is None else run.planned.data_path.resident,
@@ -210,7 +211,8 @@ def whole_set_loader(run: Session, source: Source, micro_batch: int) -> Loader:
     """Make a loader of a whole data set in its own order, as one step: each sample once, over all ranks."""
     length = len(source.dataset)
     division = Division(length, length, micro_batch, run.world.size)
-    return make_loader(run, division, source.dataset, shuffle=False, begins_often=True)
+    collate = run.job.collate_of(source)
+    return make_loader(run, division, source, shuffle=False, collate=collate, begins_often=True)
 
 
 def _num_workers(run: Session, source: Source) -> int:

@@ -18,7 +18,6 @@ from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.run_folder import has_steps, is_finished, read_job
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import Columns
-from drivetrain.data.source import Source
 from drivetrain.job import Job
 from drivetrain.plan import Choice, Settings
 from drivetrain.plan.fitting import Held, forecast_held, num_bytes
@@ -394,8 +393,8 @@ def debugged(job: Job, config: Config, num_devices: int) -> Job:
         cut = "the data has an order of its own and is not cut; only the number of steps is limited"
     for kind, sets in (("valid", job.valid_sets), ("test", job.test_sets)):
         if sets:
-            cut_sets = {name: Source(_first(it.dataset, DEBUG_SAMPLES)) for name, it in sets.items()}
-            changes[kind] = cut_sets[""].dataset if "" in cut_sets else cut_sets
+            cut_sets = {name: replace(it, dataset=_first(it.dataset, DEBUG_SAMPLES)) for name, it in sets.items()}
+            changes[kind] = cut_sets.get("", cut_sets)
     if not (budget.epochs or budget.max_steps):
         changes["epochs"] = None if job.epochs is None else 1
         is_open = length is None or job.epochs is None
