@@ -283,6 +283,21 @@ def test_a_metric_with_one_entry_for_each_batch_is_told(tmp_path: Path, capsys: 
     assert "one entry" not in capsys.readouterr().err
 
 
+def test_a_metric_of_pairs_of_samples_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An output of one column and labels without one broadcast: the accuracy was that of all pairs."""
+
+    def of_pairs(output: Tensor, batch: Any) -> Tensor:
+        return (output[:, 1:] > 0) == batch[1]
+
+    def of_tokens(output: Tensor, batch: Any) -> Tensor:
+        return output[:, :1].expand(-1, 4) > 0  # as many as a batch has samples
+
+    train(tmp_path, job_of(model=smooth, valid_batch=4, metrics={"pairs": of_pairs, "tokens": of_tokens}))
+    told = [line for line in capsys.readouterr().err.splitlines() if "entries as a batch has samples" in line]
+    assert len(told) == 1
+    assert "the metric 'pairs'" in told[0]
+
+
 class Ranked:
     """The share of pairs in the right order, over the whole set: an area under a curve."""
 

@@ -98,6 +98,7 @@ class Validator:
         self._num_samples = 0  # of the newest batch
         self._has_told = False  # of what the loss changes
         self._scalars: dict[str, Tensor] = {}  # what metrics returned for the newest batch that return one number
+        self._squares: set[str] = set()  # metrics that returned as many rows as columns as a batch has samples
         self._computes_gradients = False  # whether the loss does, and so is measured with gradients on
         self._may_halve, self._eager = may_halve, eager
         self._prefix, self._on_device, self._compiled_loss = prefix, on_device, compiled_loss
@@ -179,6 +180,7 @@ class Validator:
                 "count alike: a validation reports their mean over batches, which depends on the size of the batches. "
                 "A scalar is a mean over the samples of its batch: return value.squeeze(), or an entry per sample"
             )
+        self._tell_of_pairs(micro)
         scalars = {name: value for name, value in self._scalars.items() if not value.dim()}
         names = [name for name, value in scalars.items() if not self._is_mean(name, value, micro)]
         if names and self._world.is_main:
@@ -187,6 +189,18 @@ class Validator:
                 "depends on their size and on the number of devices. An object with update(output, target), compute() "
                 "and reset(), as in torchmetrics, sees the whole set"
             )
+
+    def _tell_of_pairs(self, micro: MicroBatch) -> None:
+        """Say which metric has an entry for each pair of samples: an output of one column, and labels without one."""
+        for name in sorted(self._squares) if micro.num_samples > 1 and self._world.is_main else ():
+            cut, both = self._of_parts(name, micro)
+            sizes = (cut, micro.num_samples - cut)
+            if len(both) == 2 and all(it.shape[:2] == (size, size) for it, size in zip(both, sizes, strict=True)):
+                notice(
+                    f"the metric {name!r} returns {micro.num_samples} times as many entries as a batch has samples: an "
+                    "output of shape (samples, 1) and labels of shape (samples,) make one for each pair. "
+                    "output.squeeze(1) has one for each sample"
+                )
 
     def _is_mean(self, name: str, value: Tensor, micro: MicroBatch) -> bool:
         """Return False if a metric's value of a batch differs from those of its parts together."""
@@ -355,6 +369,8 @@ class Validator:
             tallies[name].add(value, micro.num_samples)
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1:
                 self._scalars[name] = value
+            if isinstance(value, Tensor) and value.shape[:2] == (micro.num_samples,) * 2:
+                self._squares.add(name)
         for name, found in self._objects.items():
             try:
                 found.update(output, _target(micro.batch))
