@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,17 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import drivetrain as dt
 from drivetrain import Constant, DrivetrainError, StepContext, WarmupCosine, export
 from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.precision import Precision
 from drivetrain.core.world import World
+from drivetrain.data.keyed_items import seed_all
 from drivetrain.loop.trainer import Trainer
 from drivetrain.strategies import SingleStrategy, StrategyParts, Trial
-from tests.api.jobs import Mlp, Trained, Variant, make_job, make_model, plain_loop, run, vector_loss
+from tests.api.jobs import Mlp, Trained, Variant, Vectors, make_job, make_model, plain_loop, run, vector_loss
 from tests.gloo_pool import GlooPool
 
 SMALL = Variant(dtype=torch.float32, steps=6, num_samples=20, global_batch=8, save_every=100)
@@ -331,3 +333,46 @@ def test_the_loss_scale_is_saved_and_goes_on(tmp_path: Path) -> None:
     assert others_parts.scaler.get_scale() != 512.0
     other.load(checkpoint)
     assert others_parts.scaler.get_scale() == 512.0
+
+
+def drawn() -> list[float]:
+    return [random.random(), float(np.random.random()), torch.rand(()).item()]
+
+
+@pytest.mark.parametrize("way", ["train", "evaluate", "predict"])
+def test_what_a_script_draws_after_a_run_is_its_own(tmp_path: Path, way: str) -> None:
+    """Members of an ensemble, made one after the other, began alike: each run left the generators as it set them."""
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0, report=False)
+    job = make_job(Variant(steps=2), valid=Vectors(Variant()))
+    calls: dict[str, Callable[[], Any]] = {
+        "train": lambda: train(job, config, quiet=True),
+        "evaluate": lambda: dt.evaluate(job, result, config),
+        "predict": lambda: dt.predict(result, job.data),
+    }
+    result = calls["train"]()
+    seed_all(7)
+    expected = [drawn(), drawn()]
+    seed_all(7)
+    found = [drawn()]
+    calls[way]()
+    assert [*found, drawn()] == expected
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_what_a_script_draws_around_its_loop_is_its_own(tmp_path: Path, is_left: bool) -> None:
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0, report=False)
+    model = make_model(Variant())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seed_all(7)
+    expected = [drawn(), drawn(), drawn()]
+    seed_all(7)
+    found = [drawn()]
+    data = Vectors(Variant())
+    going = dt.drive(model, optimizer, data, global_batch=32, max_steps=2, config=config, quiet=True)
+    found.append(drawn())
+    for batch in going:
+        going.backward(vector_loss(model, batch))
+        going.step()
+        if is_left:
+            break
+    assert [*found, drawn()] == expected

@@ -35,7 +35,7 @@ from drivetrain.config import Config
 from drivetrain.core.aims import Aim, EarlyStopping, GlobalBatch
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem, suggesting_keywords
 from drivetrain.core.hook import Hook
-from drivetrain.core.isolation import uncounted
+from drivetrain.core.isolation import draws_kept, uncounted
 from drivetrain.core.metrics import (
     LoggedValue,
     LoggedValues,
@@ -262,7 +262,7 @@ def _is_among(names: frozenset[str], name: str, parameter: nn.Parameter) -> bool
 
 
 def _started(session: Session, loss: LossFunction | None) -> "Drive":
-    with ExitStack() as stack:
+    with ExitStack() as stack, draws_kept():
         stack.callback(session.close)
         _refuse(session)
         try:
@@ -497,7 +497,7 @@ class Drive(DrivenProgress):
 
     def _batches(self) -> Iterator[Any]:
         driven = self._driven
-        with self._stack:
+        with draws_kept(), self._stack:
             try:
                 with stopping_cleanly(self.stop, driven.recorder.say):
                     yield from self._handed_out()

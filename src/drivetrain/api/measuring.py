@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.core.isolation import untouched
+from drivetrain.core.isolation import draws_kept, untouched
 from drivetrain.core.precision import numerics
 from drivetrain.core.run_folder import write_atomically
 from drivetrain.core.value import Value
@@ -235,6 +235,7 @@ def _moved(micro: MicroBatch, session: Session) -> MicroBatch:
     return micro._replace(batch=to_device(micro.batch, session.world.device, channels_last=session.way.channels_last))
 
 
+@draws_kept()
 def evaluate(
     job: Job | Result,
     run: Path | str | Result | None = None,
@@ -315,6 +316,7 @@ def loaded_model(
         session.close()
 
 
+@draws_kept()
 def plan(job: Job, config: Config | None = None, *, measure: bool = False, on_probe: OnProbe | None = None) -> Plan:
     """The plan for a job. With `measure`, ways of running its step are tried on a throw-away copy of the model."""
     run = Session.join(job, config, quiet=True)
@@ -338,6 +340,7 @@ def plan(job: Job, config: Config | None = None, *, measure: bool = False, on_pr
 _SUFFIXES = (".pt", ".pth", ".parquet")
 
 
+@draws_kept()
 def predict(
     run: Path | str | Result,
     data: Any,

@@ -18,7 +18,7 @@ from drivetrain.core.errors import BadResumeError, suggesting_keywords
 from drivetrain.core.faults import Faults
 from drivetrain.core.goodput import start_marks
 from drivetrain.core.hook import Rehearsal, StepContext
-from drivetrain.core.isolation import is_out_of_memory, raised_while_compiling
+from drivetrain.core.isolation import draws_kept, is_out_of_memory, raised_while_compiling
 from drivetrain.core.launchers import supervision
 from drivetrain.core.log import notice
 from drivetrain.core.metrics import LossSum, StepRecord
@@ -112,6 +112,7 @@ __all__ = ["Result", "configured", "export", "num_trained", "train"]
 
 
 @suggesting_keywords("train", NAMES_FOR_TRAIN, "settings of the run go to config: dt.train(job, dt.configure(…))")
+@draws_kept()
 def train(
     job: Job, config: Config | None = None, *, quiet: bool = False, fresh: bool = False, extend: bool = False
 ) -> Result:

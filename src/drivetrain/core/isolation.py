@@ -43,6 +43,22 @@ def generators_kept() -> Iterator[None]:
 
 
 @contextmanager
+def draws_kept() -> Iterator[None]:
+    """Restore the global generators on exit, those of GPUs that are in use too: what a script draws is its own.
+
+    A run seeds them. A script that makes its next model, or draws the next learning rate to try, after a run would get
+    the same one each time.
+    """
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with generators_kept():
+        try:
+            yield
+        finally:
+            for number, state in enumerate(on_gpus):
+                torch.cuda.set_rng_state(state, number)
+
+
+@contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
     """Restore the generators afterwards, the device's too, and give the memory that was used back."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
