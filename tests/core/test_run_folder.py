@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import shutil
 import subprocess
 import sys
 import time
@@ -184,6 +185,33 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
         assert expected in here.recv()
         child.join()
         held.close()
+
+
+def test_nothing_is_written_where_the_folder_is_not_any_more(tmp_path: Path) -> None:
+    folder = RunFolder.claim(tmp_path, "mine", JOB)
+    moved = folder.path.rename(tmp_path / "elsewhere")
+    with pytest.raises(DrivetrainError, match=f"mine was moved to {moved} while its run goes on") as caught:
+        folder.finish({"steps": 10})
+    assert "move it back" in caught.value.remedy
+    folder.path.mkdir()  # another run has the name
+    with pytest.raises(DrivetrainError, match="was moved to"):
+        folder.finish({"steps": 10})
+    folder.path.rmdir()
+    moved.rename(folder.path)
+    folder.finish({"steps": 10})
+    shutil.rmtree(folder.path)
+    with pytest.raises(DrivetrainError, match="mine was deleted while its run goes on"):
+        folder.finish({"steps": 10})
+
+
+def test_lines_of_a_deleted_file_are_not_lost_in_silence(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "log.jsonl")
+    log.append({"step": 1})
+    log.flush()
+    (tmp_path / "log.jsonl").unlink()
+    log.append({"step": 2})
+    with pytest.raises(FileNotFoundError, match="it was deleted"):
+        log.flush()
 
 
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import errno
 import gc
 import json
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drivetrain import DrivetrainError, drive
+from drivetrain import DrivetrainError, StepContext, drive, every
 from drivetrain.api.training import train
 from drivetrain.checkpoint import BackgroundSaver, Checkpoint, Checkpointer, CheckpointError, Files, Shard
 from drivetrain.checkpoint.files import Written
@@ -173,6 +174,31 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(gloo_pool: GlooPool, tmp_
     assert [event["step"] for event in failed] == [6, 12]
     assert all("No space left on device" in event["error"] and event["remedy"] for event in failed)
     assert [event["step"] for event in events(tmp_path / "full", "checkpoint")] == [3, 9, 14]
+
+
+def test_a_folder_that_is_moved_gets_no_checkpoint_of_its_run_into_the_next_one(tmp_path: Path) -> None:
+    here, aside = tmp_path / "suite", tmp_path / "aside"
+
+    def give_the_name_away(context: StepContext) -> None:
+        if context.step == 4:
+            here.rename(aside)
+            (here / "checkpoints").mkdir(parents=True)
+
+    hook = every(1, give_the_name_away)
+    with pytest.raises(CheckpointError, match=f"suite was moved to {aside} while its run goes on"):
+        run(str(tmp_path), BASE, MICRO_BATCH, settings=WAITING, hooks=[hook])
+    assert [path.name for path in here.rglob("*")] == ["checkpoints"]
+    assert (aside / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_a_folder_that_is_deleted_ends_in_words(tmp_path: Path) -> None:
+    def delete(context: StepContext) -> None:
+        if context.step == 4:
+            while (tmp_path / "suite").exists():  # the save of step 3 may be under way
+                shutil.rmtree(tmp_path / "suite", ignore_errors=True)
+
+    with pytest.raises(CheckpointError, match="suite was deleted while its run goes on"):
+        run(str(tmp_path), BASE, MICRO_BATCH, hooks=[every(1, delete)])
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -292,8 +292,10 @@ def _reading(path: Path) -> Iterator[None]:
 class CheckpointFolder:
     """Makes, renames and removes the folders of checkpoints. Whatever fails is a problem to report or an OSError."""
 
-    def __init__(self, path: Path, files: Files, problems: list[str]) -> None:
-        self.path, self._files, self._problems = path, files, problems
+    def __init__(
+        self, path: Path, files: Files, problems: list[str], refuse_lost: Callable[[], None] = lambda: None
+    ) -> None:
+        self.path, self._files, self._problems, self._refuse_lost = path, files, problems, refuse_lost
 
     def prepare(self) -> list[str]:
         """Make the folder and remove leftovers of a crash. Only names made by a save or removal are touched."""
@@ -324,6 +326,7 @@ class CheckpointFolder:
 
         Returns the names of both, and the bytes that were free before.
         """
+        self._refuse_lost()
         final = self.path / step_name(step)
         if final.exists() or final.is_symlink():
             raise CheckpointError(
@@ -404,6 +407,7 @@ class CheckpointFolder:
 
     def discard_after(self, step: int) -> list[int]:
         """Remove the checkpoints after `step`, and return their steps."""
+        self._refuse_lost()
         later = [found for found in self.steps() if found > step]
         trash = []
         for found in reversed(later):
@@ -431,6 +435,7 @@ class CheckpointFolder:
 
     def set_aside(self, name: str) -> str:
         """Rename a damaged checkpoint, and return what became of it, in words."""
+        self._refuse_lost()
         path = self.path / name
         number, target = 1, path.with_name(f"{name}.corrupt")
         while target.exists():

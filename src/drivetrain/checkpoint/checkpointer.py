@@ -233,6 +233,7 @@ class Checkpointer:
         *,
         files: Files | None = None,
         must_be_finite: FiniteKeys = lambda meta, shapes: (),
+        refuse_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare the folder.
 
@@ -243,6 +244,7 @@ class Checkpointer:
             files: The operations on the disk.
             must_be_finite: Returns the keys of a state in which no element may be NaN or infinite. A state with one is
                 never committed: going on from it would fail for ever.
+            refuse_lost: Raises on rank 0 if the folder at this path is not the one of this run any more.
         """
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, got {keep_last}")
@@ -250,7 +252,7 @@ class Checkpointer:
         self.problems: list[str] = []  # problems that did not stop the run, as text; only grows
         self._world, self._keep_last, self._files = world, keep_last, files or Files()
         self._must_be_finite = must_be_finite
-        self._disk = CheckpointFolder(folder, self._files, self.problems)
+        self._disk = CheckpointFolder(folder, self._files, self.problems, refuse_lost)
         self._pinned: set[int] = set()
         self._closed = False
         self._tables = Tables(world.rank, world.size)

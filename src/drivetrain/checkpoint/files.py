@@ -79,6 +79,8 @@ class SaveFailure(Value):
                 free_bytes=error.free_bytes,
                 kind=_kind_of(error),
             )
+        if isinstance(error, DrivetrainError):
+            return cls(message=f"{doing}: {error.message}", path=str(folder), remedy=error.remedy)
         start = f"{doing} in {folder}"
         if not isinstance(error, OSError):
             return cls(message=f"{start}: {type(error).__name__}: {error}", path=str(folder))

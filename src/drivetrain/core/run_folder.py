@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import json
 import multiprocessing
@@ -81,6 +82,7 @@ class RunFolder:
         self.make_way: Callable[[], None] | None = None  # ends the run here, where this process claims it once more
         self._identity: Mapping[str, Any] = {}
         self._lock = lock
+        self._here = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # no other folder gets its inode meanwhile
         _HELD[os.getpid(), path.resolve()] = self
 
     @classmethod
@@ -231,8 +233,33 @@ class RunFolder:
         self.write(_JOB, yaml_text({**self._identity, _HISTORY: history}))
         self.extension = None
 
+    def refuse_lost(self) -> None:
+        """Raise if the folder is not at its path any more: what is there now may be that of another run."""
+        try:
+            if os.path.samestat(self.path.stat(), os.fstat(self._here)):
+                return
+        except FileNotFoundError:
+            pass
+        except OSError:  # says nothing of where it is
+            return
+        try:
+            moved_to = str(Path(f"/proc/self/fd/{self._here}").readlink())
+        except OSError:
+            moved_to = ""
+        if moved_to and not moved_to.endswith(" (deleted)"):
+            raise DrivetrainError(
+                f"{self.path} was moved to {moved_to} while its run goes on",
+                remedy="move it back, and the next save is tried; if the run has ended, the same command goes on from "
+                "the last checkpoint in it",
+            )
+        raise DrivetrainError(
+            f"{self.path} was deleted while its run goes on",
+            remedy="stop this run: its records and checkpoints are gone, and the same command begins it anew",
+        )
+
     def write(self, name: str, content: str | bytes) -> Path:
         """Write a file atomically: a crash leaves either the whole new file or the old one."""
+        self.refuse_lost()
         return write_atomically(self.path / name, content)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -245,7 +272,8 @@ class RunFolder:
         """Let other processes claim the folder."""
         if self._lock >= 0:
             os.close(self._lock)
-            self._lock = -1
+            os.close(self._here)
+            self._lock = self._here = -1
 
 
 def write_switch(folder: Path, num_steps: int) -> None:
@@ -542,7 +570,8 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        size = os.fstat(self._file).st_size
+        found = os.fstat(self._file)
+        size, self._counts_links = found.st_size, found.st_nlink > 0  # some file systems do not count them
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             self._write(b"\n")  # a torn line must not spoil the one that follows
         self._waiting: list[Mapping[str, Any] | Record] = []
@@ -568,7 +597,10 @@ class JsonLines:
 
     def _write(self, data: bytes) -> None:
         """Write all of the data or nothing: a full disk takes what fits, and half a line would spoil the next."""
-        size = os.fstat(self._file).st_size
+        found = os.fstat(self._file)
+        if self._counts_links and not found.st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "it was deleted", str(self._path))
+        size = found.st_size
         try:
             while data:
                 data = data[os.write(self._file, data) :]

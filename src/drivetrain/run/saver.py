@@ -50,7 +50,15 @@ def must_be_finite(meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
 def make_checkpointer(run: Session, files: Files | None = None) -> Checkpointer:
     """Make the checkpointer of a run, together on all ranks. `files` are the operations on the disk, if others."""
     keys = must_be_finite if run.config.checkpoint.check_finite else _none
-    return Checkpointer(run.path / CHECKPOINTS, run.world, run.job.keep_last, files=files, must_be_finite=keys)
+    folder = run.folder  # of the main process, which begins every save
+    return Checkpointer(
+        run.path / CHECKPOINTS,
+        run.world,
+        run.job.keep_last,
+        files=files,
+        must_be_finite=keys,
+        refuse_lost=folder.refuse_lost if folder is not None else lambda: None,
+    )
 
 
 def _none(meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
@@ -293,7 +301,8 @@ class CheckpointSaver:
 
     def _unpin_all_but(self, best: int | None) -> None:
         """Let the former best checkpoint be pruned once there is a better one: the save of that one may have failed."""
-        if best is not None and best in self._checkpointer.steps():
-            for step in self._pins - {best}:
-                self._checkpointer.unpin(step)
-            self._pins &= {best}
+        with suppress(OSError):  # where the folder cannot be read, all stay pinned
+            if best is not None and best in self._checkpointer.steps():
+                for step in self._pins - {best}:
+                    self._checkpointer.unpin(step)
+                self._pins &= {best}

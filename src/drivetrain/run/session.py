@@ -224,7 +224,7 @@ class Session:
     extensions: tuple[Extension, ...] = ()  # that made the run longer, once the folder is claimed
     is_done = False  # whether the run was finished before, and this start only passes over it
     is_recorded = False  # whether a recorder was opened, which writes down how the run ends
-    _folder: RunFolder | None = None  # on the main process
+    folder: RunFolder | None = None  # on the main process
     strategy: str  # its name, once it is chosen
     preflight: Preflight | None = None  # what it found, where there was one
     strategy_choice: Choice[str]  # with its reason; by the number of processes until the model is made
@@ -379,7 +379,7 @@ class Session:
             return {"path": str(folder.path.absolute()), "extensions": list(map(asdict, found)), "is_done": is_done}
 
         claimed = self.world.main_does(claim)
-        self._folder = folder
+        self.folder = folder
         self.path, self.is_done = Path(claimed["path"]), claimed["is_done"]
         self.extensions = tuple(Extension(**it) for it in claimed["extensions"])
         self.job = extended(self.job, self.extensions)
@@ -388,8 +388,8 @@ class Session:
 
     def note_failed_start(self, error: BaseException) -> None:
         """Record why the run did not begin. Once a recorder is open, it records the end itself."""
-        if self._folder is not None and not self.is_recorded:
-            note_failure(self._folder, error)
+        if self.folder is not None and not self.is_recorded:
+            note_failure(self.folder, error)
 
     def compilation(self) -> str:
         """Return what was compiled, asked of the compiler itself: `torch.compile` can do nothing without a message."""
