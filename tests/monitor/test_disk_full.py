@@ -1,8 +1,11 @@
 """A disk that is really full: a small file system in memory. Training goes on, and no line is torn."""
 
 import json
+import os
 import subprocess
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import JsonLines
 from tests.api.jobs import Variant, make_job, run, vector_loss
 
@@ -101,6 +105,41 @@ def test_it_is_said_once(small_disk: Path, monkeypatch: pytest.MonkeyPatch, caps
     given = {"monitor_gpu": False, "report": False, "loss_weighting": "samples"}  # calls are counted
     train(make_job(SMALL, loss=filling), configure(output_dir=small_disk, gpu_mode="cpu", **given))
     assert capsys.readouterr().out.count("steps.jsonl cannot be written") == 1
+
+
+@pytest.mark.parametrize("num_free", [4096, 5 * 4096])
+def test_a_start_on_a_full_disk_names_the_folder_and_the_next_one_is_whole(small_disk: Path, num_free: int) -> None:
+    ballast = fill(small_disk)
+    os.truncate(ballast, ballast.stat().st_size - num_free)
+    with pytest.raises(DrivetrainError, match="suite cannot be written to: No space left on device") as caught:
+        run(str(small_disk), SMALL)
+    assert "free space there" in caught.value.remedy
+    ballast.unlink()
+    trained = run(str(small_disk), SMALL)
+    assert trained is not None
+    assert [row["step"] for row in trained.rows] == list(range(1, SMALL.steps + 1))
+
+
+def test_an_interrupted_run_waits_for_room(small_disk: Path) -> None:
+    ended = threading.Event()
+
+    def interrupted(model: Any, batch: Any) -> Tensor:
+        if (small_disk / "suite" / "checkpoints" / "step-00000020").exists() and not ended.is_set():
+            ended.set()
+            raise RuntimeError("here")
+        return vector_loss(model, batch)
+
+    saving = replace(SMALL, save_every=20)
+    with pytest.raises(RuntimeError, match="here"):
+        run(str(small_disk), saving, settings={"async_save": False}, loss=interrupted)
+    ballast = fill(small_disk)
+    with pytest.raises(DrivetrainError, match="suite cannot be written to: No space left on device"):
+        run(str(small_disk), saving, loss=interrupted)
+    ballast.unlink()
+    trained = run(str(small_disk), saving, loss=interrupted)
+    assert trained is not None
+    assert trained.resumed_from == 20
+    assert [row["step"] for row in trained.rows] == list(range(1, SMALL.steps + 1))
 
 
 def test_a_report_that_cannot_be_written_is_said(small_disk: Path) -> None:

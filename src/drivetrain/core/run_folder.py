@@ -10,7 +10,7 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -132,8 +132,8 @@ class RunFolder:
             return folder
         except OSError as error:
             raise DrivetrainError(
-                f"the run folder cannot be made below {output_dir}: {error.strerror}",
-                remedy="name a folder you can write to with --output-dir",
+                f"the run folder cannot be made below {output_dir}: {error.strerror or error}",
+                remedy="free space there, make it writable, or name another folder with --output-dir",
             ) from None
 
     @classmethod
@@ -260,13 +260,31 @@ class RunFolder:
     def write(self, name: str, content: str | bytes) -> Path:
         """Write a file atomically: a crash leaves either the whole new file or the old one."""
         self.refuse_lost()
-        return write_atomically(self.path / name, content)
+        with self.writing():
+            return write_atomically(self.path / name, content)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.write(_FINISHED, json.dumps(summary, indent=2) + "\n")
 
-    def log(self, name: str) -> "JsonLines":
-        return JsonLines(self.path / name)
+    def log(self, name: str, *, up_to: int | None = None) -> "JsonLines":
+        """Open a file of rows; without those after a step, where one is given."""
+        with self.writing():
+            log = JsonLines(self.path / name)
+            if up_to is not None:
+                log.keep_up_to(up_to)
+            return log
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Raise in the user's terms what keeps a file from being written, such as a full disk."""
+        try:
+            yield
+        except OSError as error:
+            raise DrivetrainError(
+                f"{self.path} cannot be written to: {error.strerror or error}",
+                remedy="free space there, or make it writable; then the same command goes on. "
+                "--output-dir names another folder for a new run",
+            ) from error
 
     def close(self) -> None:
         """Let other processes claim the folder."""

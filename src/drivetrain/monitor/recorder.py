@@ -14,6 +14,7 @@ import torch
 
 from drivetrain.config import Config
 from drivetrain.core.aims import BatchSizes
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.goodput import stamp, start_marks
 from drivetrain.core.log import LOGGER, redacted
 from drivetrain.core.metrics import Media, StepRecord
@@ -203,10 +204,11 @@ def _last_written(path: Path) -> dict[str, float]:
     return {"last_write": found.st_mtime, "last_step": steps[-1]} if steps else {}
 
 
-def _cut_after(step: int, logs: Mapping[str, JsonLines], last_step: float) -> Iterator[str]:
+def _cut_after(folder: RunFolder, step: int, logs: Mapping[str, JsonLines], last_step: float) -> Iterator[str]:
     """Drop the rows of steps that are done again, and yield what is to be told of that."""
     for name in ("steps", "metrics", "speed"):
-        num_damaged = logs[name].keep_up_to(step)
+        with folder.writing():
+            num_damaged = logs[name].keep_up_to(step)
         if num_damaged:
             yield f"{num_damaged} damaged lines of {name}.jsonl are left out"
     if last_step and not step:
@@ -330,7 +332,7 @@ class RunRecorder(NoRunRecorder):
         self._console = _console_of(facts, every or None, quiet=quiet)
         written = _last_written(folder.path / "steps.jsonl")
         self._logs = {name: folder.log(f"{name}.jsonl") for name in ("steps", "metrics", "speed", "events")}
-        for words in _cut_after(facts.resumed_from, self._logs, written.get("last_step", 0)):
+        for words in _cut_after(folder, facts.resumed_from, self._logs, written.get("last_step", 0)):
             self._messages.put(words)
         self._steps = self._logs["steps"]
         if facts.resumed_from and not quiet:
@@ -353,7 +355,10 @@ class RunRecorder(NoRunRecorder):
 
     def replan(self, planned: Mapping[str, Any], micro_batch: int, way: str) -> None:
         """Write the plan again: micro-batches are smaller since memory ran out, or compiled code is ready."""
-        _write_plan(self._folder, replace(self._facts.plan.divided(micro_batch), way=way), planned)
+        try:
+            _write_plan(self._folder, replace(self._facts.plan.divided(micro_batch), way=way), planned)
+        except DrivetrainError as error:  # the run goes on: plan.yaml has the plan that it began with
+            self.say(f"plan.yaml is not up to date: {error.message}")
 
     def __enter__(self) -> Self:
         facts, plan = self._facts, self._facts.plan
@@ -387,8 +392,7 @@ class RunRecorder(NoRunRecorder):
             start = TrackerStart(facts.path, facts.name, values, facts.resumed_from, report)
             self._trackers = start_trackers(config.watch.trackers, start)
         if config.watch.monitor_gpu and config.watch.gpu_log_interval != 0:
-            log = self._folder.log("gpu.jsonl")
-            log.keep_up_to(facts.resumed_from)
+            log = self._folder.log("gpu.jsonl", up_to=facts.resumed_from)
             every = config.watch.gpu_log_interval
             nvml = load_nvml() if facts.gpus else None
             own = None if facts.gpu is None else (facts.gpu, facts.device)

@@ -218,7 +218,6 @@ def claim_folder(
     folder = RunFolder.claim(
         output_dir, name, identity, fresh=start.fresh, extend=start.extends, passes_over=passes_over
     )
-    script.keep(folder)
     if folder.moved_to is not None and not quiet:
         notice(f"the run that was {folder.path} is {folder.moved_to} now")
     if following and not quiet:
@@ -230,13 +229,14 @@ def claim_folder(
             f"{own} is finished, and {why}: "
             f"{own} is not trained again (--fresh, or dt.train(job, fresh=True), trains it anew)"
         )
-    extensions = read_extensions(folder.path)
     try:
+        script.keep(folder)
+        extensions = read_extensions(folder.path)
         count_requeue(folder)
         if folder.extension is not None:
             folder.extension = settle_extension(job, extensions, folder.extension, config.checkpoint.extend_schedule)
             extensions.append(folder.extension)
-    except DrivetrainError:
+    except BaseException:
         folder.close()
         raise
     if folder.is_resumed:  # how an earlier start ended, such as by a refusal, is no longer the news
@@ -264,7 +264,7 @@ def count_requeue(folder: RunFolder, environ: Mapping[str, str] = os.environ) ->
         return  # the supervisor started the workers again
     if before.get("job") == job and step <= before["step"]:
         in_vain = before["in_vain"] + 1
-    with suppress(OSError):  # a full disk: what follows is the news
+    with suppress(DrivetrainError):  # a full disk: what follows is the news
         folder.write(REQUEUES, json.dumps({"job": job, "start": int(start), "step": step, "in_vain": in_vain}) + "\n")
     if in_vain >= REQUEUES_AT_MOST:
         since = f"the checkpoint of step {step}" if step else "its beginning"
