@@ -1,7 +1,10 @@
 """A run folder: continued by its own job, never overwritten by another, never shared."""
 
+import errno
+import fcntl
 import json
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -185,6 +188,28 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
         assert expected in here.recv()
         child.join()
         held.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_not_a_folder_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def without_locks(file: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", without_locks)
+    folder = RunFolder.claim(tmp_path, "mine", JOB)
+    assert folder.finish({"steps": 10}) is None
+    assert "has no locks" in capsys.readouterr().err
+
+
+def test_a_lock_that_fails_is_told_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: int, how: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "lockf", fail)
+    with pytest.raises(DrivetrainError, match=r"cannot be made below .*: Input/output error"):
+        RunFolder.claim(tmp_path, "mine", JOB)
 
 
 def test_nothing_is_written_where_the_folder_is_not_any_more(tmp_path: Path) -> None:

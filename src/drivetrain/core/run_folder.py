@@ -19,11 +19,13 @@ import yaml
 from pydantic_core import from_json
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.log import notice
 
 LONGEST_NAME_BYTES = 200  # file systems take 255, and a number may follow
 ALLOWED_NAMES = f"text of up to {LONGEST_NAME_BYTES} bytes without slashes and control characters, other than . and .."
 _JOB, _LOCK, _FINISHED, _STEPS = "job.yaml", ".lock", "finished.json", "steps.jsonl"
 _SCRIPT = ".script"  # in the folder that a script claimed last, until the script ends: see `mark_script`
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # as of Lustre without flock, or NFS without lockd
 _LOCK_LAYOUT = "hhqqi"  # struct flock, as Linux has it on 64 bits: type, whence, start, length, pid
 SWITCH = "compiled_from.json"  # of a run that went over to code which was compiled in the background
 _OF_A_START = (
@@ -451,12 +453,20 @@ def _end_own(path: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Lock a run folder for this process."""
+    """Lock a run folder for this process. Where the file system has no locks, that is told, and the run goes on."""
     lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with this process, and not inherited by its workers
-    except OSError:
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            notice(
+                f"the file system of {path} has no locks ({error.strerror}): a second run in this folder at the same "
+                "time would not be noticed, so start only one"
+            )
+            return lock
         os.close(lock)
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
         raise DrivetrainError(
             f"{path} is in use by another run", remedy="wait for it, stop it, or choose another --name"
         ) from None
