@@ -1,13 +1,17 @@
 """What the processes of a run tell each other."""
 
 import multiprocessing
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from drivetrain.core import world
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.world import World
+from drivetrain.core.world import World, agreed_prefix
 from tests.gloo_pool import GlooPool
 
 
@@ -35,6 +39,28 @@ def test_rank_0_does_it_and_all_have_the_result(gloo_pool: GlooPool) -> None:
 def test_the_error_of_rank_0_is_raised_on_all(gloo_pool: GlooPool) -> None:
     error = "the folder is full; empty it"
     assert gloo_pool.run(do_on_main, True, world=2) == [(error, [0]), (error, [])]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_torchrun_starts_again_read_nothing_of_the_start_before(first: int) -> None:
+    """Its store is kept: a rank that is quicker than another would find the address that it had before."""
+    store, before = dist.HashStore(), set[str]()
+    store.add("drivetrain-asked", 1)  # by a rank that was killed before it had its answer
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            asking = []
+            for rank in (first, *({0, 1, 2} - {first})):
+                asking.append(pool.submit(agreed_prefix, store, rank, 3, timedelta(seconds=60)))
+                time.sleep(0.03)
+            prefixes = {each.result() for each in asking}
+        assert len(prefixes) == 1
+        assert not prefixes & before
+        before |= prefixes
+
+
+def test_a_rank_that_does_not_come_is_told() -> None:
+    with pytest.raises(DrivetrainError, match="not all of the 2 ranks came within"):
+        agreed_prefix(dist.HashStore(), 0, 2, timedelta(seconds=0.05))
 
 
 def open_and_close() -> None:

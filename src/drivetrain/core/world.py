@@ -8,6 +8,7 @@ import atexit
 import ctypes
 import json
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -295,10 +296,44 @@ def _next_store(init_method: str, rank: int, size: int, timeout: timedelta) -> A
     key = (init_method, rank, size, os.getpid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
     if key not in _stores:
         made, _, _ = next(rendezvous(init_method, rank, size, timeout=timeout))
+        if _outlives_starts(os.environ):
+            made = dist.PrefixStore(agreed_prefix(made, rank, size, timeout), made)  # type: ignore[attr-defined]
         _stores[key] = made, count()
     store, numbers = _stores[key]
     store.set_timeout(timeout)
     return dist.PrefixStore(f"drivetrain-{next(numbers)}", store)  # type: ignore[attr-defined]
+
+
+def _outlives_starts(environ: Mapping[str, str]) -> bool:
+    """Return whether the store is that of torchrun, which keeps it when it starts the ranks again."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not environ.get("DRIVETRAIN_LAUNCHED")
+
+
+def agreed_prefix(store: Any, rank: int, size: int, timeout: timedelta) -> str:
+    """Return a prefix that all ranks of this start have in common, and none of an earlier start has; collective.
+
+    The addresses of an earlier start are still in the store, and a rank that is quicker than another would look for it
+    there. Each rank asks under a number that no other had before, and rank 0 answers whatever was asked until all ranks
+    of this start have its prefix. The number of the start will not do: torchrun's nodes count for themselves.
+    """
+    if rank:
+        number = store.add("drivetrain-asked", 1)
+        prefix = str(store.get(f"drivetrain-answer-{number}").decode())  # waits for it
+        store.set(f"{prefix}-{rank}", "")
+        return prefix
+    prefix, answered, until = f"drivetrain-{secrets.token_hex(8)}", 0, time.monotonic() + timeout.total_seconds()
+    while not store.check([f"{prefix}-{other}" for other in range(1, size)]):
+        asked = store.add("drivetrain-asked", 0)
+        for number in range(answered + 1, asked + 1):
+            store.set(f"drivetrain-answer-{number}", prefix)
+        answered = asked
+        if time.monotonic() > until:
+            raise DrivetrainError(
+                f"not all of the {size} ranks came within {timeout.total_seconds():g} s",
+                remedy="look at the output of the others; --timeout-seconds allows for more",
+            )
+        time.sleep(0.01)
+    return prefix
 
 
 # Between two words of a writer lie the slowest rank's file and a step. A rank that dies is noticed at once.
