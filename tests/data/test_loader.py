@@ -67,6 +67,17 @@ class OwnGenerator(Numbers):
         return torch.rand(2, generator=self.generator)
 
 
+class SeededByTorch(Numbers):
+    """Makes a generator in each process that reads it, as advised against the same draws in all workers."""
+
+    generator: np.random.Generator | None = None
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.generator = self.generator or np.random.default_rng(torch.initial_seed())
+        own = np.random.default_rng(torch.initial_seed() + index)
+        return torch.tensor([index, self.generator.random(), own.random()], dtype=torch.float64)
+
+
 class Broken(Numbers):
     def __getitem__(self, index: int) -> Tensor:
         if index == 13:
@@ -120,6 +131,14 @@ def test_workers_and_worlds_change_nothing(dataset: Dataset[Any], num_workers: i
 def test_noise_differs_between_epochs_and_samples() -> None:
     rows = [row for step in items_by_step(Noisy(8), 1, range(2), global_batch=8, micro_batch=8) for row in step]
     for column in (1, 2, 3):
+        assert len({row[column] for row in rows}) == 16
+
+
+def test_generators_seeded_by_torch_differ_between_workers_and_epochs() -> None:
+    """Draws of torch are looked for from one state, which was the seed of each of them."""
+    steps = items_by_step(SeededByTorch(8), 1, range(4), global_batch=4, micro_batch=2, num_workers=2)
+    rows = [row for step in steps for row in step]
+    for column in (1, 2):
         assert len({row[column] for row in rows}) == 16
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
 from drivetrain.core.errors import DrivetrainError, returned
 from drivetrain.core.log import notice
@@ -52,9 +52,11 @@ def _next_draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.random_sample()), float(drawn)
 
 
-def _after_plant() -> tuple[float, float, float]:
+@functools.lru_cache(8)
+def _untouched(key: int) -> tuple[float, float, float]:
+    """Return what is drawn next after generators were seeded, if nothing was drawn in between."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seed_all(_PLANT)
+    seed_all(key)
     draws = _next_draws()
     random.setstate(states[0])
     np.random.set_state(states[1])
@@ -62,14 +64,12 @@ def _after_plant() -> tuple[float, float, float]:
     return draws
 
 
-_UNTOUCHED = _after_plant()
-
-
-def draws_anything(action: Callable[[], Any]) -> tuple[bool, Any]:
-    """Return whether an action draws from a global generator, and its result."""
-    seed_all(_PLANT)
+def draws_anything(action: Callable[[], Any], key: int = _PLANT) -> tuple[bool, Any]:
+    """Return whether an action draws from a global generator, all seeded by a key before, and its result."""
+    expected = _untouched(key)
+    seed_all(key)
     result = action()
-    return _next_draws() != _UNTOUCHED, result
+    return _next_draws() != expected, result
 
 
 class Draws(NamedTuple):
@@ -90,7 +90,8 @@ def what_draws(action: Callable[[], Result], device: torch.device) -> tuple[Draw
     result = action()
     moved = not torch.equal(before, generator.get_state())
     draws = _next_draws()
-    return Draws(draws[:2] != _UNTOUCHED[:2], moved or draws[2] != _UNTOUCHED[2]), result
+    expected = _untouched(_PLANT)
+    return Draws(draws[:2] != expected[:2], moved or draws[2] != expected[2]), result
 
 
 class ItemError(DrivetrainError):
@@ -121,8 +122,11 @@ class KeyedItems(Dataset[Any]):
         return items
 
     def _items_of(self, keys: Sequence[tuple[int, Any]]) -> list[Any]:
-        if not self.draws:
-            self.draws, items = draws_anything(lambda: self._fetch_all([sample for _, sample in keys]))
+        if not self.draws and keys:
+            # An item may seed a generator of its own by torch.initial_seed(): others in each worker and epoch.
+            worker = get_worker_info()
+            key = key_of(self.seed, keys[0][0], 0 if worker is None else worker.id + 1, _PLANT)
+            self.draws, items = draws_anything(lambda: self._fetch_all([sample for _, sample in keys]), key)
             if not self.draws:
                 return cast(list[Any], items)
         return [self.keyed(epoch, sample) for epoch, sample in keys]
