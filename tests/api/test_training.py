@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from drivetrain.data.keyed_items import seed_all
 from drivetrain.loop.trainer import Trainer
 from drivetrain.strategies import SingleStrategy, StrategyParts, Trial
 from tests.api.jobs import Mlp, Trained, Variant, Vectors, make_job, make_model, plain_loop, run, vector_loss
+from tests.api.test_resume import CrashingLoss, PlantedError, assert_identical
 from tests.gloo_pool import GlooPool
 
 SMALL = Variant(dtype=torch.float32, steps=6, num_samples=20, global_batch=8, save_every=100)
@@ -287,6 +289,36 @@ class Drawing(nn.Module):
         }
         result: Tensor = self.inner(inputs) * (1 + 0.1 * sum(noise[kind]() for kind in self.kinds))
         return result
+
+
+def shaken(folder: str, at_call: int = 0) -> Trained | None:
+    """Train with a hook that adds noise to the weights; fail at a call of the loss, if one is given."""
+
+    def shake(context: StepContext) -> None:
+        with torch.no_grad():
+            for weight in context.model.parameters():
+                weight.add_(torch.randn_like(weight) * 0.1 * random.random() * np.random.random())
+
+    loss = CrashingLoss(make_job(SMALL).loss, at_call)
+    variant = replace(SMALL, dropout=0.0, dtype=torch.float64)  # the steps draw nothing
+    try:
+        settings = {"resident": "on"}
+        return run(folder, variant, 3, settings=settings, hooks=[dt.every(1, shake)], checkpoint_every=2, loss=loss)
+    except PlantedError:
+        return None
+
+
+def test_what_a_hook_draws_is_keyed(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """A resumed run drew the numbers of the first steps again, and processes might have drawn other ones."""
+    whole = shaken(str(tmp_path / "whole"))
+    assert shaken(str(tmp_path / "broken"), 12) is None
+    mended = shaken(str(tmp_path / "broken"))
+    assert whole is not None
+    assert mended is not None
+    assert mended.resumed_from > 0
+    assert_identical(mended, whole)
+    for together in gloo_pool.run(shaken, str(tmp_path / "two"), world=2):
+        assert together is None or together.losses == pytest.approx(whole.losses, abs=1e-10)
 
 
 @pytest.mark.parametrize("kinds", [("python",), ("numpy",), ("torch",), ("python", "numpy", "torch")])

@@ -176,12 +176,14 @@ class HookCalls:
         verdicts = []
         before = self._rates_and_gradients()
         self._plant_gradient()
-        for hook in hooks:
+        for number, hook in enumerate(hooks):
             put_away(self._model)
             modes = modes_of(self._modules)
             phase = "validation" if hook is self._validation else "hooks"
             is_watched = phase == "hooks" and getattr(hook, "changes_data", True)
             attributes = self._data.attributes() if is_watched else {}
+            if phase == "hooks":
+                self._stepper.seed_hook(context.step, number)
             with supervision.in_phase(phase), collecting(copies=self._world.is_main) as logged:
                 verdicts.append(hook(context) or Verdict())
             if phase == "hooks":

@@ -18,6 +18,7 @@ from drivetrain.strategies.turns import TurnsStrategy
 
 # Odd and far apart, so that no two (step, turn, micro-step) of a run meet before `mix` takes them apart.
 _STEP, _MICRO_STEP, _TURN = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xA0761D6478BD642F
+_HOOKS = 0x400C5  # in the key of what hooks draw
 
 
 def _generator_of(device: torch.device) -> torch.Generator | None:
@@ -30,7 +31,8 @@ def _generator_of(device: torch.device) -> torch.Generator | None:
 class Stepper:
     """Runs steps. What the model draws at random is keyed by (seed, step, turn, rank, micro-step), and so is not saved.
 
-    What an optimizer draws is keyed by (seed, step, turn): copies of the model have to move alike on all ranks.
+    What an optimizer draws is keyed by (seed, step, turn), and what a hook draws by (seed, step, number of the hook):
+    copies of the model have to move alike on all ranks.
 
     Generators are set only for models that were seen to draw from them (`draws`): setting all three costs some 50 µs of
     a step, since the step before has taken everything out of the cache.
@@ -64,7 +66,7 @@ class Stepper:
         self.why_not = ""  # why steps are not captured (any more), if capture was asked for
         self._strategy, self._objective, self._world = strategy, objective, world
         self._turns = strategy if isinstance(strategy, TurnsStrategy) else None
-        self._key = key_of(seed, world.rank)
+        self._key, self._hooks_key = key_of(seed, world.rank), key_of(seed, _HOOKS)
         self._find_update_key: Callable[[], int | None] | None = update_key
         self._update_key: int | None = None
         self._now = 0, 0  # the step and the turn
@@ -123,7 +125,13 @@ class Stepper:
         if self._update_key is None:
             return
         step, turn = self._now
-        key = mix(self._update_key + step * _STEP + turn * _TURN)
+        self._seed_everything(mix(self._update_key + step * _STEP + turn * _TURN))
+
+    def seed_hook(self, step: int, number: int) -> None:
+        """Set the generators for one of the hooks after a step: alike on all ranks, where it may change weights."""
+        self._seed_everything(mix(self._hooks_key + step * _STEP + number * _MICRO_STEP))
+
+    def _seed_everything(self, key: int) -> None:
         seed_all(key)
         if self._generator is not None:
             self._generator.manual_seed(key >> 1)
