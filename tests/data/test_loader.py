@@ -134,6 +134,15 @@ def test_noise_differs_between_epochs_and_samples() -> None:
         assert len({row[column] for row in rows}) == 16
 
 
+def test_a_model_that_begins_to_draw_draws_other_numbers_with_each_batch() -> None:
+    """Steps set no generators for a model that was not seen to draw, as with a dropout that is 0 at first."""
+    drawn = []
+    for _, parts in loader(Numbers(20), 4, 2).batches(0, 5):
+        for _ in parts:
+            drawn.append(torch.rand(()).item())
+    assert len(set(drawn)) == 10
+
+
 def test_generators_seeded_by_torch_differ_between_workers_and_epochs() -> None:
     """Draws of torch are looked for from one state, which was the seed of each of them."""
     steps = items_by_step(SeededByTorch(8), 1, range(4), global_batch=4, micro_batch=2, num_workers=2)

@@ -25,11 +25,12 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker
 from drivetrain.core.errors import DrivetrainError, returned
 from drivetrain.core.log import notice
 from drivetrain.data.batch import leaves
-from drivetrain.data.division import key_of
+from drivetrain.data.division import key_of, mix
 
 Collate = Callable[[list[Any]], Any]
 
 _PLANT = 0x5EED
+_EPOCH, _LAST = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03  # odd and far apart, as in `loop/stepper.py`
 _LAST_EPOCH = 2**32  # beyond it are keys of items that are only looked at
 Result = TypeVar("Result")
 # The types that every version of torch gathers.
@@ -99,11 +100,18 @@ class ItemError(DrivetrainError):
 
 
 class KeyedItems(Dataset[Any]):
-    """A map-style dataset whose items are fetched in batches of (epoch, sample)."""
+    """A map-style dataset whose items are fetched in batches of (epoch, sample).
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    Args:
+        dataset: The data set.
+        seed: The job's seed.
+        is_drawn_after: Whether more than a model may draw after the items of a batch: its collate function.
+    """
+
+    def __init__(self, dataset: Any, seed: int, *, is_drawn_after: bool = True) -> None:
         self.dataset = dataset
-        self.seed = seed
+        self.seed, self._is_drawn_after = seed, is_drawn_after
+        self._plant: tuple[tuple[int, int], int] | None = None  # for which epoch and worker, and the key
         self.draws = False  # becomes true, and stays so, with the first batch that drew
         self._fetches_many = hasattr(dataset, "__getitems__")
         self._set_epoch = getattr(dataset, "set_epoch", None)  # as samplers have it; other items in each epoch
@@ -118,18 +126,28 @@ class KeyedItems(Dataset[Any]):
         items = self._items_of(keys)
         if keys:
             (epoch, first), (_, last) = keys[0], keys[-1]
-            seed_all(key_of(self.seed, epoch, _in_numbers(first), _in_numbers(last), len(keys)))
+            key = mix(mix(self.seed + epoch * _EPOCH + _in_numbers(first)) + _in_numbers(last) * _LAST + len(keys))
+            if self._is_drawn_after:
+                seed_all(key)
+            else:
+                torch.default_generator.manual_seed(key >> 1)
         return items
 
     def _items_of(self, keys: Sequence[tuple[int, Any]]) -> list[Any]:
         if not self.draws and keys:
-            # An item may seed a generator of its own by torch.initial_seed(): others in each worker and epoch.
-            worker = get_worker_info()
-            key = key_of(self.seed, keys[0][0], 0 if worker is None else worker.id + 1, _PLANT)
+            key = self._plant_of(keys[0][0])
             self.draws, items = draws_anything(lambda: self._fetch_all([sample for _, sample in keys]), key)
             if not self.draws:
                 return cast(list[Any], items)
         return [self.keyed(epoch, sample) for epoch, sample in keys]
+
+    def _plant_of(self, epoch: int) -> int:
+        """Return a key: an item may seed a generator by torch.initial_seed(), others in each worker and epoch."""
+        worker = get_worker_info()
+        place = epoch, 0 if worker is None else worker.id + 1
+        if self._plant is None or self._plant[0] != place:
+            self._plant = place, key_of(self.seed, *place, _PLANT)
+        return self._plant[1]
 
     def keyed(self, epoch: int, sample: Any) -> Any:
         if self._set_epoch is not None:

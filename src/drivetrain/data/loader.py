@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept
@@ -158,7 +158,9 @@ class Loader:
         self.count_ahead: CountAhead | None = None
         self.before_step: Callable[[int], None] | None = None  # with each step's number, from 1
         self.fingerprint = ""  # of the first step that was read, over all ranks; to be the same on each
-        self.items = None if self.source.is_iterable else KeyedItems(self.source.dataset, seed)
+        self.items: KeyedItems | None = None
+        if not self.source.is_iterable:
+            self.items = KeyedItems(self.source.dataset, seed, is_drawn_after=collate is not default_collate)
         self._order = self.source.order(division.global_batch, seed, shuffle=shuffle)
         self._collate, self._collated = collate, Collated(collate)
         self._pin_memory, self._prefetch_factor = pin_memory, prefetch_factor
