@@ -408,3 +408,15 @@ def test_what_a_script_draws_around_its_loop_is_its_own(tmp_path: Path, is_left:
         if is_left:
             break
     assert [*found, drawn()] == expected
+
+
+def test_members_of_an_ensemble_that_come_out_alike_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first weights are drawn by the seed, which is 0 for each of them: all members were one model."""
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", report=False)
+    for number in range(2):
+        train(make_job(SMALL, name=f"member-{number}"), config)
+    assert "member-1 has ended with the loss of member-0, to the bit" in capsys.readouterr().err
+    train(make_job(replace(SMALL, seed=1), name="another"), config)
+    assert "to the bit" not in capsys.readouterr().err

@@ -143,7 +143,10 @@ def train(
         run = _Run.join(job, config, quiet=quiet, fresh=moves_aside, extend=extend)
         moves_aside = False  # once is enough: what is there from now on is this run
         try:
-            return replace(run.train(), job=job)
+            result = replace(run.train(), job=job)
+            if not run.quiet:
+                _tell_twin(result)
+            return result
         except Exception as error:
             if not run.can_try_again(error):
                 raise
@@ -151,6 +154,22 @@ def train(
             run.close()
         del run
         give_memory_back()
+
+
+_ended: dict[tuple[int, float], str] = {}  # runs of this process, by their steps and last losses
+
+
+def _tell_twin(result: Result) -> None:
+    """Say that a run is another one of this process once more, as in an ensemble whose members have one seed."""
+    if result.last is None or not result.is_main or result.resumed_from or not result.last.loss:
+        return
+    name = result.folder.name
+    before = _ended.setdefault((result.steps, result.last.loss), name)
+    if before != name:
+        notice(
+            f"the run {name} has ended with the loss of {before}, to the bit: jobs that are alike come to the same "
+            "weights with one seed. Job(seed=…) gives each run first weights and an order of its own"
+        )
 
 
 def export(
