@@ -895,6 +895,48 @@ def test_a_curriculum_that_a_loop_sets_is_reported(tmp_path: Path, capsys: pytes
     assert "has changed" not in capsys.readouterr().out
 
 
+class HardOnes(Sampler[int]):
+    """Draws by weights that the training sets."""
+
+    def __init__(self) -> None:
+        self.weights = torch.ones(SAMPLES)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.weights.multinomial(16, replacement=True).tolist())
+
+    def __len__(self) -> int:
+        return 16
+
+
+@pytest.mark.parametrize("way", ["hook", "loop"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sampler_that_the_training_changes_is_reported(
+    tmp_path: Path, way: str, num_workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With workers it was read for the epochs ahead before, so that what was learned depended on their number."""
+    loader = DataLoader(TensorDataset(INPUTS, LABELS), 8, sampler=(sampler := HardOnes()))
+
+    def change(run: Any) -> None:
+        if way == "hook" or run.ends_epoch:
+            sampler.weights = torch.rand(SAMPLES)
+
+    def trained() -> None:
+        if way == "hook":
+            job = job_of(data=loader, global_batch=None, max_steps=None, epochs=2, hooks=[dt.every("epoch", change)])
+            weights_of(job, tmp_path, num_workers=num_workers)
+        else:
+            looped(tmp_path, loader, change, num_workers)
+
+    words = "has changed weights of the sampler"
+    if num_workers:
+        with pytest.raises(DrivetrainError, match=f"{words}, which is read ahead") as raised:
+            trained()
+        assert "set_epoch" in raised.value.remedy
+    else:
+        trained()
+        assert words in capsys.readouterr().out + " ".join(notes_on_data(tmp_path))
+
+
 def test_a_batch_that_the_turns_of_a_loop_share_is_not_changed(tmp_path: Path) -> None:
     model = make_model()
     halves = {"first": sgd(model[0].parameters()), "last": sgd(model[2].parameters())}

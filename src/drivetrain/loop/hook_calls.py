@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from drivetrain.core.metrics import Media, collecting, media_of, on_host
 from drivetrain.core.state import KeptWatch, put_away
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
+from drivetrain.data.feed import DeviceFeed
 from drivetrain.data.loader import Loader
 from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
@@ -40,19 +42,37 @@ class RunLog(Protocol):
         """Record what a hook logged after `step` steps, in an epoch from 0."""
 
 
+_OF_SAMPLER = "its sampler's "
+
+
 class DataWatch:
-    """Finds code that changes the data set, as a curriculum does: no checkpoint holds that, and workers have a copy."""
+    """Finds code that changes the data set, as a curriculum does: no checkpoint holds that, and workers have a copy.
+
+    The same holds for the user's sampler, as where it draws hard samples more often: it is read ahead.
+    """
 
     def __init__(self, loader: Loader) -> None:
         self._loader, self._dataset = loader, loader.source.dataset
+        given = loader.source.sampler, loader.source.batch_sampler
+        self._samplers = [it for it in given if it is not None and not hasattr(it, "set_epoch")]
         self._is_told = False
 
     def attributes(self) -> dict[str, Any]:
         """Return the numbers and texts among the attributes of the data set and of what it is made of, by their names.
 
-        Names that begin with an underscore are left out: counters and caches have such names.
+        Names that begin with an underscore are left out: counters and caches have such names. Of a sampler, weights and
+        lists of samples count as well.
         """
-        return {} if self._is_told else dict(_settings_of(self._dataset, "", _DEPTH))
+        if self._is_told:
+            return {}
+        of_samplers = (found for sampler in self._samplers for found in _settings_of(sampler, _OF_SAMPLER, 1))
+        lists = (
+            (f"{_OF_SAMPLER}{name}", _Seen(value))
+            for sampler in self._samplers
+            for name, value in getattr(sampler, "__dict__", {}).items()
+            if isinstance(value, (Tensor, np.ndarray, list)) and not name.startswith("_")
+        )
+        return {**dict(_settings_of(self._dataset, "", _DEPTH)), **dict(of_samplers), **dict(lists)}
 
     def judge(self, before: Mapping[str, Any], who: str, *, is_restored: bool = False) -> str:
         """Return what to say of the attributes that a hook or a loop changed; raise where that has no effect.
@@ -67,8 +87,18 @@ class DataWatch:
         if not changed:
             return ""
         self._is_told, loader = True, self._loader
-        what = f"{who} has changed {', '.join(changed[:3])} of the data set"
-        if loader.num_workers or loader.resident is not None:
+        of_data = [name for name in changed if not name.startswith(_OF_SAMPLER)]
+        names = ", ".join(name.removeprefix(_OF_SAMPLER) for name in (of_data or changed)[:3])
+        of = "data set" if of_data else "sampler"
+        what = f"{who} has changed {names} of the {of}"
+        if not of_data:
+            if loader.num_workers or isinstance(loader.feed, DeviceFeed):
+                raise DrivetrainError(
+                    f"{what}, which is read ahead: it has no effect, or a late one",
+                    remedy="let the sampler decide by the epoch: its method set_epoch(epoch) is called before it is "
+                    "read; on a CPU, --num-workers 0 reads it when an epoch begins",
+                )
+        elif loader.num_workers or loader.resident is not None:
             held = "its items are read by worker processes, which have a copy of it"
             if loader.resident is not None:
                 held = "its items were copied to memory beforehand"
@@ -81,8 +111,20 @@ class DataWatch:
             return ""
         return (
             f"{what}, and no checkpoint holds that: a resumed run differs until it is set again. Let a hook with "
-            "state_dict and load_state_dict set it, or the data set itself, in set_epoch(epoch)"
+            f"state_dict and load_state_dict set it, or the {of} itself, in set_epoch(epoch)"
         )
+
+
+class _Seen:
+    """A list or a tensor as it was: equal to another look at it unless it was replaced, written to or has grown."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self._value, self._mark = value, value._version if isinstance(value, Tensor) else len(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Seen) and self._value is other._value and self._mark == other._mark
 
 
 def _settings_of(thing: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
