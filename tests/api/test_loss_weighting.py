@@ -410,6 +410,33 @@ def test_a_loss_that_is_a_number_where_nothing_counts_is_measured(tmp_path: Path
         assert "that is not NaN" in str(trained(str(tmp_path / str(nothing)), job, 4)["rule"]["reason"])
 
 
+def by_positives(model: nn.Module, batch: Any) -> Tensor:
+    losses = functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1], reduction="sum")
+    return losses / batch[1].sum().clamp(min=1)
+
+
+def of_positives(model: nn.Module, batch: Any) -> Tensor:
+    losses = functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1], reduction="none")
+    penalty = sum((it.square().sum() for it in model.parameters()), torch.zeros(()))
+    return (losses * batch[1]).sum() / batch[1].sum().clamp(min=1) + 0.01 * penalty
+
+
+@pytest.mark.parametrize("loss", [by_positives, of_positives])
+def test_a_sum_over_all_that_is_divided_by_some_is_no_mean_over_these(tmp_path: Path, loss: Any) -> None:
+    """A micro-batch without any positive sample was left out, with all of its negative ones."""
+    inputs = torch.randn(96, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    labels = (inputs[:, :1] > 0.8).double()
+    more = {"shuffle": False, "global_batch": 16, "max_steps": 6}
+    job = job_of(loss, columns := TensorDataset(inputs, labels), lambda: nn.Linear(4, 1), **more)
+    found = trained(str(tmp_path), job, 4)
+    if loss is by_positives:
+        assert "divides a sum over all samples by a count of some" in found["rule"]["holds_division"]
+        return
+    assert found["rule"]["by"] == "tokens"
+    for key, value in in_order(job, columns).items():
+        torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-12)
+
+
 def test_class_weights_are_seen_where_the_first_labels_have_the_same(tmp_path: Path) -> None:
     """The first samples lack the rare class: with their labels alone the loss is a mean over samples."""
     loss = of_rows(-100, torch.tensor([1.0, 1.0, 20.0]))

@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 FLOORS = 30  # rounding errors of a batch in another order that may be taken for rounding
 MOST_TOLERANCE = 1e-3  # beyond it, rounding hides what is looked for
 
-Kind = Literal["samples", "sum", "count", "weighted", "coupled", "unknown"]
+Kind = Literal["samples", "sum", "count", "weighted", "divided", "coupled", "unknown"]
 
 
 class Finding(Value):
@@ -202,6 +202,7 @@ def weighting_of(
 
 _REASONS = {
     "weighted": "the loss is a weighted mean whose weights match no count in the batch (class weights, for example)",
+    "divided": "the loss divides a sum over all samples by a count of some (the positive ones, for example)",
     "coupled": "the loss is not a mean or a sum over samples: it couples the samples of a batch, or adds means over "
     "different items, or terms that belong to no sample",
     "unknown": "how the loss weights its samples could not be found out",

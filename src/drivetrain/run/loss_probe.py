@@ -49,6 +49,7 @@ class Parts(NamedTuple):
     sizes: tuple[int, ...]
     reordered: Callable[[], Any] | None = None  # the whole batch with its samples in another order
     draws: bool = False  # whether the collate function drew random numbers for it
+    of_none: Callable[[Count], Sequence[Any]] = lambda count: ()  # batches of a sample that has none of what it counts
 
 
 class Carried(NamedTuple):
@@ -133,6 +134,8 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
         if finding.kind in ("weighted", "coupled") and TOLERANCE < finding.residual < MOST_TOLERANCE:
             tolerance = _tolerance(loss, model, parts, device, vectors[0])
             finding = judge(products, parts.sizes, counts, tolerance)
+        if finding.kind == "count" and _adds_others(loss, model, parts.of_none(found[finding.counts[0]]), device):
+            finding = Finding(kind="divided", residual=finding.residual)
     if labels.has_weights and finding.kind in ("samples", "count"):
         finding = Finding(kind="weighted", residual=finding.residual)  # classes of other weights are not among these
     if finding.kind == "unknown":
@@ -461,6 +464,23 @@ def _gradient(loss: LossFunction, model: nn.Module, batch: Any) -> Tensor | None
         for parameter, gradient in zip(parameters, found, strict=True)
     ]
     return torch.cat([entry.double().reshape(-1) for entry in entries]).cpu()
+
+
+def _adds_others(loss: LossFunction, model: nn.Module, alone: Sequence[Any], device: torch.device) -> bool:
+    """Return whether samples with none of what a loss is divided by add to it all the same.
+
+    Such a batch would be taken for one that counts nothing. Two are compared: terms of the weights alone are the same.
+    """
+    found = list[Tensor]()
+    for batch in _in_fp32(model, list(alone))[1]:
+        _seed(device)
+        gradient = _gradient(loss, model, to_device(batch, device))
+        if gradient is not None and gradient.isfinite().all():
+            found.append(gradient)
+    if len(found) < 2:
+        return False
+    one, other = found
+    return bool((one - other).norm() > MOST_TOLERANCE * max(one.norm(), other.norm()))
 
 
 def _tolerance(loss: LossFunction, model: nn.Module, parts: Parts, device: torch.device, whole: Tensor) -> float:

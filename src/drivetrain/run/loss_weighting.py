@@ -296,7 +296,8 @@ def _parts_by_number(run: Session, numbers: Sequence[int], fewest: int) -> Parts
                 break
         while len(items) < FEWEST_SAMPLES:
             items += items
-        chosen = _chosen(items, [collate([item]) for item in items], min(wanted, len(items)))
+        alone = [collate([item]) for item in items]
+        chosen = _chosen(items, alone, min(wanted, len(items)))
         draws, whole = draws_anything(lambda: collate(chosen))
         if draws:  # parts that are made anew would have other draws
             with suppress(DrivetrainError):
@@ -308,6 +309,7 @@ def _parts_by_number(run: Session, numbers: Sequence[int], fewest: int) -> Parts
             tuple(last - first for first, last in pairwise(bounds)),
             lambda: collate(chosen[::-1]),
             draws,
+            lambda count: [it for it in alone if count.is_in(it) and count.number(it) == 0][:2],
         )
 
 
