@@ -334,7 +334,8 @@ def _check_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     if differences:
         raise DrivetrainError(
             f"the checkpoint's optimizer has other settings: {some_names(differences)}",
-            remedy="use the same settings to go on with that run, or another --name for this one",
+            remedy="use the same settings to go on with that run; or another --name for this one, and --init-from to "
+            "begin with the weights of that run",
         )
 
 
