@@ -213,6 +213,22 @@ def test_a_hook_that_clips_a_part_of_the_gradient_is_told(
         assert len(lines) == (micro_batch == 4)
 
 
+def test_a_weight_of_the_positive_that_each_batch_has_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def balanced(model: nn.Module, batch: Tensor, of: Tensor | None = None) -> Tensor:
+        labels = (batch[:, :1] > 2).double()
+        positive = (labels if of is None else (of > 2).double()).mean().clamp(0.1, 0.9)
+        return functional.binary_cross_entropy_with_logits(
+            model(batch)[:, :1], labels, pos_weight=(1 - positive) / positive
+        )
+
+    (line,) = told(tmp_path / "divided", capsys, balanced, 4)
+    assert "its pos_weight is computed from each batch" in line
+    assert told(tmp_path / "whole", capsys, balanced, 8) == []
+    assert told(tmp_path / "of all", capsys, lambda *given: balanced(*given, LENGTHS), 4) == []
+
+
 def test_a_sum_by_the_samples_of_the_whole_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It was taken for a mean over the batch, so its gradients were as many times too small as the step has batches."""
 

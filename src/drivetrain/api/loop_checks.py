@@ -32,6 +32,7 @@ from drivetrain.run.loss_probe import (
     leaves_labels_out,
     looks_like_a_sum,
     mean_counts,
+    positive_weights,
     sums_normalized_weights,
 )
 from drivetrain.run.loss_weighting import BATCH_NORM, DRAWN
@@ -403,6 +404,7 @@ class DivisionWatch:
         self._num_left = COUNTED_STEPS if session.weighting.reason == "not measured" else 0
         self._buffers: dict[str, tuple[Tensor, int]] = {}  # with their versions, before a batch is computed
         self._outputs = _Outputs(model) if is_called and not session.holds_parts else None
+        self._positive: list[Tensor] | None = None  # each `pos_weight` of the first batch
         self._counts: list[tuple[int, list[float]]] = []  # of each batch: its samples, and what its means are over
         self._told = set[str]()
 
@@ -492,6 +494,12 @@ class DivisionWatch:
                 "step is divided. run.backward(dt.LossSum(sum, count)) divides by the count"
             )
         total = loss.total if isinstance(loss, LossSum) else loss
+        now = positive_weights(total) if isinstance(total, Tensor) else []
+        before, self._positive = self._positive, now
+        if any(it.shape == was.shape and not torch.equal(it, was) for it, was in zip(now, before or (), strict=False)):
+            found["positive"] = (
+                f"its pos_weight is computed from each batch, {COUPLED}. Compute it once, from all labels"
+            )
         is_chosen = isinstance(total, Tensor) and _chooses_samples(total, micro.num_samples)
         if self._outputs is not None and isinstance(total, Tensor):
             is_chosen |= self._outputs.meet_in(total, micro.num_samples)

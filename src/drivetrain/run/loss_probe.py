@@ -357,6 +357,12 @@ def _is_linear(node: Any) -> bool:
     return node.name() in _LINEAR
 
 
+def positive_weights(loss: Tensor) -> list[Tensor]:
+    """Return the `pos_weight` of each binary cross-entropy near the end of a loss."""
+    weights = (getattr(node, "_saved_pos_weight", None) for node in graph_nodes([loss], through=lambda node: True))
+    return [weight.detach() for weight in weights if weight is not None]
+
+
 def mean_counts(loss: Tensor) -> list[float]:
     """Return how many values each mean near the end of a loss is over, or by what a sum is divided, such as weights.
 
