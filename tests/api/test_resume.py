@@ -164,3 +164,33 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     assert again.resumed_from == 0
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("suite")) == ["suite", "suite-2"]
     assert_identical(first, again)
+
+
+class DropsLate(torch.nn.Module):
+    """A dropout that begins after the warm-up: the first batch shows nothing that is drawn."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 1)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.seen += self.training
+        return self.layer(torch.dropout(x, 0.5 if self.seen > 4 else 0.0, self.training))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_model_that_begins_to_draw_later(tmp_path: Path, num_workers: int) -> None:
+    """Its draws were not keyed: a resumed run drew other numbers than the run that went on."""
+    variant = replace(BASE, noisy_items=False, save_every=6)
+
+    def trained(folder: str, stop: int = 0) -> Trained:
+        loss = CrashingLoss(lambda model, batch: model(batch[0]).square().mean(), stop)
+        return run(str(tmp_path / folder), variant, 16, num_workers, model=DropsLate, loss=loss)
+
+    expected = trained("whole")
+    with pytest.raises(PlantedError):
+        trained("broken", 9)
+    assert_identical(trained("broken"), expected)

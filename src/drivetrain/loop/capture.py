@@ -354,6 +354,8 @@ class CapturedStepper(Stepper):
         self.tell: Callable[[str, str], None] = lambda event, words: None
         self._num_steps = self._num_replays = self._num_starts = 0
         self._step = 0  # that runs: how many were done before it
+        # Whether a step draws from the device's generator: if not, replays follow each other without it being set.
+        self._draws_in_steps = self._draws.python or self._draws.torch
         self._drawn: list[str] | None = None  # generators that a step draws from, while it is watched
         self._generators: State = {}  # since when
         self._start()
@@ -457,7 +459,7 @@ class CapturedStepper(Stepper):
         return outcome
 
     def _seeded(self, begins: Iterable[int]) -> Iterable[int]:
-        if not self._seeds:
+        if not self._draws_in_steps:
             return begins
 
         def seeded() -> Iterator[int]:
@@ -486,11 +488,10 @@ class CapturedStepper(Stepper):
 
     def _begin_part(self, number: int) -> None:
         """Set the generators for another turn, or another micro-step, of the step that runs."""
-        if self._seeds:
-            self._look_at_draws()
-            micro_step, turn = (number, 0) if self._turns is None else (0, number)
-            self._seed_model(self._key_of(self._step, micro_step, turn))
-            self._look_at_draws(begins=True)
+        self._look_at_draws()
+        micro_step, turn = (number, 0) if self._turns is None else (0, number)
+        self._seed_model(self._key_of(self._step, micro_step, turn))
+        self._look_at_draws(begins=True)
 
     def _look_at_draws(self, *, begins: bool = False) -> None:
         """While a step is watched, note what draws from generators of the host: between `begins` and the next call."""
@@ -527,10 +528,13 @@ class CapturedStepper(Stepper):
     def _watched(self, step: "_StepInput") -> StepOutcome:
         """Run a step of the warm-up. An effect that a replay would not have ends the attempt; the step is done."""
         before, self._drawn = self._python_state(), []
+        generator = self._generator or torch.default_generator
+        drawn_from = generator.get_state()
         self._look_at_draws(begins=True)
         with noticed_waits(self._device) as waits:
             outcome = self._run_here(step)
         self._look_at_draws()
+        self._draws_in_steps |= not torch.equal(drawn_from, generator.get_state())
         found, self._drawn = changes(before, self._python_state()) + self._drawn, None
         if waits:
             self._give_up(f"the step waits for the device ({waits[0]}), and a replay cannot")
@@ -588,8 +592,7 @@ class CapturedStepper(Stepper):
 
     def _begin_again(self) -> None:
         """Restore the generators to the beginning of the step."""
-        if self._seeds:
-            self._seed_model(self._key_of(self._step, 0))
+        self._seed_model(self._key_of(self._step, 0))
 
     def _compare(self) -> None:
         """Check state after hooks ran. Changes made in place reach a replay; anything else needs a new capture."""
