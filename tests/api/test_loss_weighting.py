@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+import drivetrain as dt
 from drivetrain import Job
 from drivetrain.api.measuring import evaluate
 from drivetrain.api.training import train
@@ -105,18 +106,26 @@ def total(model: nn.Module, batch: Any) -> Tensor:
     return cross_entropy(model, batch, reduction="sum") / 100
 
 
+def class_weights(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model, batch, weight=torch.linspace(0.3, 2.0, VOCABULARY).to(model.out.weight.dtype))
+
+
 LOSSES: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     "mean over tokens": (cross_entropy, "tokens", "labels != -100"),
     "next token": (next_token, "tokens", "labels[:, 1:] != -100"),
     "masked mean": (masked_mean, "tokens", "labels != -100"),
     "sample weights": (sample_weights, "tokens", "the sum of weight"),
+    "class weights": (class_weights, "tokens", "the class weights of labels"),
     "mean over samples": (per_sample, "samples", ""),
     "sum": (total, "sum", ""),
 }
 
 
-def class_weights(model: nn.Module, batch: Any) -> Tensor:
-    return cross_entropy(model, batch, weight=torch.linspace(0.3, 2.0, VOCABULARY).to(model.out.weight.dtype))
+def weights_of_its_own(model: nn.Module, batch: Any) -> Tensor:
+    losses, weights = cross_entropy(model, batch, reduction="none"), torch.linspace(0.3, 2.0, VOCABULARY)
+    kept = batch["labels"].flatten() != -100
+    weights = weights[batch["labels"].flatten().clamp(min=0)].to(losses) * kept
+    return (losses * weights).sum() / weights.sum()
 
 
 def contrastive(model: nn.Module, batch: Any) -> Tensor:
@@ -137,7 +146,7 @@ def shuffled(model: nn.Module, batch: Any) -> Tensor:
 
 
 HELD = {
-    "class weights": (Tagger, class_weights, "weighted mean"),
+    "weights of its own": (Tagger, weights_of_its_own, "weighted mean"),
     "contrastive": (Tagger, contrastive, "couples"),
     "auxiliary loss": (Tagger, with_auxiliary, "couples"),
     "mixes samples at random": (Tagger, shuffled, "could not be found out"),
@@ -437,14 +446,37 @@ def test_a_sum_over_all_that_is_divided_by_some_is_no_mean_over_these(tmp_path: 
         torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-12)
 
 
-def test_class_weights_are_seen_where_the_first_labels_have_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_in_memory", [True, False])
+def test_class_weights_are_seen_where_the_first_labels_have_the_same(tmp_path: Path, is_in_memory: bool) -> None:
     """The first samples lack the rare class: with their labels alone the loss is a mean over samples."""
     loss = of_rows(-100, torch.tensor([1.0, 1.0, 20.0]))
-    job = job_of(loss, Rows(2), lambda: nn.Linear(4, 9), shuffle=False, global_batch=16, max_steps=2)
-    assert "weighted mean" in trained(str(tmp_path), job, 5)["rule"]["holds_division"]
-    model, rows = nn.Linear(4, 9).double(), Rows(2)
+    rows = Rows(2)
+    data = TensorDataset(rows.inputs, rows.labels) if is_in_memory else rows
+    job = job_of(loss, data, lambda: nn.Linear(4, 9), shuffle=False, global_batch=16, max_steps=10)
+    found = trained(str(tmp_path / "divided"), job, 5)
+    assert found["rule"]["count"]["weights"] == [1.0, 1.0, 20.0]
+    assert found["rule"]["holds_division"] == ""
+    for key, value in in_order(job, TensorDataset(rows.inputs, rows.labels)).items():
+        torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-12)
+    model = nn.Linear(4, 9).double()
     assert leaves_labels_out(loss(model, rows[:8]))
     assert not leaves_labels_out(of_rows(-100, torch.ones(3))(model, rows[:8]))
+
+
+@pytest.mark.parametrize("first", [1.0, 3.0])
+def test_class_weights_that_change_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], first: float) -> None:
+    """Re-weighting that begins late is common for data with rare classes."""
+    weight = torch.tensor([1.0, 1.0, first])
+    job = job_of(of_rows(-100, weight), Rows(2), lambda: nn.Linear(4, 9), global_batch=80, max_steps=6)
+
+    def told(**more: Any) -> list[str]:
+        config = configure(output_dir=tmp_path, batch_size=10, report=False)
+        train(replace(job, **more), config)
+        return [line for line in capsys.readouterr().out.splitlines() if "other weights than at first" in line]
+
+    assert told(name="steady") == []
+    (line,) = told(name="changed", hooks=(dt.every(4, lambda context: weight[2:].fill_(9)),))
+    assert "since epoch 3 its classes have other weights" in line
 
 
 def test_a_micro_batch_that_counts_nothing_contributes_nothing(tmp_path: Path) -> None:

@@ -481,7 +481,7 @@ class DivisionWatch:
             means = label_means([loss])
             over, ignored = "labels that are not ignored", next(iter(means.ignored), -100)
             count = f"(labels != {ignored}).sum()"
-            if means.has_weights:
+            if means.classes:
                 over, count = "class weights", f"weights[labels[labels != {ignored}]].sum()"
             found["labels"] = (
                 f"it is a mean over {over}, and is taken for a mean over samples, so its gradients depend on how a "

@@ -7,6 +7,7 @@ one it weights its loss.
 
 import copy
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -19,6 +20,7 @@ from drivetrain.core.value import Value
 
 IGNORE_INDEX = -100  # what torch and transformers leave out of a cross-entropy
 _PADDING = (-1, 0, 1)  # other values that mark positions to leave out, in labels and in masks
+_MOST_CLASSES = 1000  # whose weights are kept with a run
 _MOST_TARGETS = 256  # of a sample, for which every batch is looked at: sounds and pictures take too long
 Part = Literal["all", "from the second", "up to the last", "from the second row", "up to the last row"]
 _PART_WORDS: dict[Part, str] = {
@@ -130,8 +132,9 @@ class Count(Value):
     """The number of items of a batch's tensor that a loss may average over."""
 
     path: LeafPath  # to the tensor: keys, positions, field names
-    kind: Literal["unequal", "not nan", "sum", "numel"]
-    ignored: int = 0  # of `unequal`: the value that is not counted
+    kind: Literal["unequal", "not nan", "sum", "numel", "class weights"]
+    ignored: int = 0  # of `unequal` and `class weights`: the value that is not counted
+    weights: tuple[float, ...] = ()  # of `class weights`: what a label of each class counts
     part: Part = "all"  # next-token losses leave out the first label of each sample: a column, or a row of time steps
 
     def of(self, batch: Any) -> Tensor:
@@ -146,6 +149,10 @@ class Count(Value):
         return self._counted(cut).sum()
 
     def _counted(self, tensor: Tensor) -> Tensor:
+        """Return what each item counts."""
+        if self.kind == "class weights":
+            weights, labels = _on_device(self.weights, tensor.device), tensor.long()
+            return weights[labels.clamp(0, len(weights) - 1)] * (labels != self.ignored)
         return ~tensor.isnan() if self.kind == "not nan" else tensor != self.ignored
 
     def number(self, batch: Any) -> float:
@@ -195,17 +202,32 @@ class Count(Value):
         if self.kind == "sum":
             return f"the sum of {name}" if self.part == "all" else f"the sum of {name} - 1"
         name += _PART_WORDS[self.part]
+        if self.kind == "class weights":
+            return f"the class weights of {name}"
         if self.kind == "not nan":
             return f"{name} that is not NaN"
         return f"the elements of {name}" if self.kind == "numel" else f"{name} != {self.ignored}"
 
 
-def candidates(batch: Any, ignored: Sequence[int] = ()) -> list[Count]:
+@functools.lru_cache(32)
+def _on_device(weights: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(weights, dtype=torch.float64, device=device)
+
+
+class ClassWeights(NamedTuple):
+    """The weights of the classes in a cross-entropy, and the label that it leaves out."""
+
+    weights: tuple[float, ...]
+    ignored: int
+
+
+def candidates(batch: Any, ignored: Sequence[int] = (), classes: Sequence[ClassWeights] = ()) -> list[Count]:
     """List the counts that a batch offers, the likeliest first.
 
     Args:
         batch: What a loss function is called with.
         ignored: Values that mark labels to leave out, in this batch or in others.
+        classes: The class weights that the loss is known to have.
     """
     found: list[Count] = []
     for path, tensor in _tensors(batch):
@@ -214,6 +236,12 @@ def candidates(batch: Any, ignored: Sequence[int] = ()) -> list[Count]:
         parts: tuple[Part, ...] = ("all", "from the second", "up to the last") if tensor.dim() > 1 else ("all",)
         values = _ignored_values(tensor, ignored)
         found += [Count(path=path, kind="unequal", ignored=value, part=part) for value in values for part in parts]
+        named = [each for each in classes if _may_be_labels(tensor, each)]
+        found += [
+            Count(path=path, kind="class weights", ignored=ignore, weights=weights, part=part)
+            for weights, ignore in named
+            for part in (parts if tensor.dim() == 2 else ("all",))
+        ]
         if tensor.is_floating_point():  # perhaps targets of which some are not known
             found += [Count(path=path, kind="not nan", part=part) for part in _not_nan_in(tensor, parts)]
         if tensor.dim() == 2 and not tensor.is_floating_point():  # perhaps with time first, as `pad_sequence` makes it
@@ -228,7 +256,8 @@ def candidates(batch: Any, ignored: Sequence[int] = ()) -> list[Count]:
 
 def _rank(count: Count) -> tuple[int, int]:
     """Rank labels before masks, masks before lengths, lengths before shapes; named labels before other tensors."""
-    kind = {"unequal": 0 if count.ignored == IGNORE_INDEX else 1, "not nan": 1, "sum": 2, "numel": 3}[count.kind]
+    ranks = {"class weights": 0, "unequal": 1 + (count.ignored != IGNORE_INDEX), "not nan": 2, "sum": 3, "numel": 4}
+    kind = ranks[count.kind]
     is_label = any(isinstance(key, str) and ("label" in key or "target" in key) for key in count.path)
     return kind, 0 if is_label else 1
 
@@ -253,6 +282,14 @@ def _not_nan_in(tensor: Tensor, parts: tuple[Part, ...]) -> tuple[Part, ...]:
     if bool(tensor.isnan().any()):
         return parts
     return parts[:1] if tensor.dim() <= 2 and tensor.numel() <= _MOST_TARGETS * len(tensor) else ()
+
+
+def _may_be_labels(tensor: Tensor, classes: ClassWeights) -> bool:
+    """Return whether it may hold the labels of classes, one for each sample or position."""
+    if tensor.is_floating_point() or tensor.dtype is torch.bool or len(classes.weights) > _MOST_CLASSES:
+        return False
+    labels = tensor.long()
+    return bool(((labels == classes.ignored) | ((labels >= 0) & (labels < len(classes.weights)))).all())
 
 
 def _may_be_lengths(tensor: Tensor) -> bool:

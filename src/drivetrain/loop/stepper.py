@@ -80,6 +80,9 @@ class Stepper:
         self._last_batch: Any = None
         # The losses of this rank's last micro-steps, each with its step, to tell whose was bad.
         self._own_losses: deque[tuple[int, torch.Tensor]] | None = deque(maxlen=512) if world.size > 1 else None
+        # Called with the first loss of each epoch, before its backward; not while steps are recorded.
+        self.look_at_loss: Callable[[int, torch.Tensor], None] | None = None
+        self._looked_in = -1  # the epoch
         self.is_moving = False  # whether the strategy's step is being run: weights may be half moved if it fails
         self._generator = _generator_of(world.device)
 
@@ -190,8 +193,8 @@ class Stepper:
         if micro.is_last:
             objective = self._objective(batch, micro.num_samples, place.num_samples, micro.weight)
             clock.lap(FORWARD)
+            self._note(objective, place)
             if self._own_losses is not None:
-                self._own_losses.append((place.step, objective.detach()))
                 clock.watch_backward(objective)
             strategy.backward(objective)
             clock.end_backward()
@@ -199,10 +202,16 @@ class Stepper:
             with strategy.accumulate():
                 objective = self._objective(batch, micro.num_samples, place.num_samples, micro.weight)
                 clock.lap(FORWARD)
-                if self._own_losses is not None:
-                    self._own_losses.append((place.step, objective.detach()))
+                self._note(objective, place)
                 strategy.backward(objective)
                 clock.lap(BACKWARD)
+
+    def _note(self, objective: torch.Tensor, place: Place) -> None:
+        if self._own_losses is not None:
+            self._own_losses.append((place.step, objective.detach()))
+        if self.look_at_loss is not None and place.epoch != self._looked_in:
+            self._looked_in = place.epoch
+            self.look_at_loss(place.epoch, objective)
 
     def own_loss_is_bad(self, step: int) -> bool:
         """Return whether this rank had a loss that is not finite in the step that followed `step` steps.

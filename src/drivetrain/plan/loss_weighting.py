@@ -201,7 +201,7 @@ def weighting_of(
 
 
 _REASONS = {
-    "weighted": "the loss is a weighted mean whose weights match no count in the batch (class weights, for example)",
+    "weighted": "the loss is a weighted mean whose weights match no count in the batch (it computes them, for example)",
     "divided": "the loss divides a sum over all samples by a count of some (the positive ones, for example)",
     "coupled": "the loss is not a mean or a sum over samples: it couples the samples of a batch, or adds means over "
     "different items, or terms that belong to no sample",

@@ -32,7 +32,7 @@ from drivetrain.core.isolation import (
 )
 from drivetrain.core.metrics import LossSum
 from drivetrain.core.precision import Precision, as_real, numerics
-from drivetrain.data.batch import Count, candidates, map_tensors, to_device
+from drivetrain.data.batch import ClassWeights, Count, candidates, map_tensors, to_device
 from drivetrain.data.keyed_items import seed_all, what_draws
 from drivetrain.job import LossFunction
 from drivetrain.plan.loss_weighting import FLOORS, MOST_TOLERANCE, TOLERANCE, Finding, judge
@@ -87,7 +87,7 @@ class LabelMeans(NamedTuple):
     """What the cross-entropies near the end of a loss leave out of their means, whatever the labels of a batch are."""
 
     ignored: tuple[int, ...] = ()  # each `ignore_index`
-    has_weights: bool = False  # the classes have weights that differ
+    classes: tuple[ClassWeights, ...] = ()  # each that has weights which differ
 
 
 class ProbedLoss(NamedTuple):
@@ -136,8 +136,8 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
             finding = judge(products, parts.sizes, counts, tolerance)
         if finding.kind == "count" and _adds_others(loss, model, parts.of_none(found[finding.counts[0]]), device):
             finding = Finding(kind="divided", residual=finding.residual)
-    if labels.has_weights and finding.kind in ("samples", "count"):
-        finding = Finding(kind="weighted", residual=finding.residual)  # classes of other weights are not among these
+    if labels.classes and finding.kind in ("samples", "count"):
+        finding = _by_class_weights(finding, found)
     if finding.kind == "unknown":
         return ProbedLoss(finding, (), "its gradient on the first samples is zero or not finite", carried=carried)
     if finding.kind in ("weighted", "coupled"):
@@ -151,9 +151,19 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
     return ProbedLoss(finding, counts_found, carried=carried, foreign=foreign)
 
 
+def _by_class_weights(finding: Finding, counts: Sequence[Count]) -> Finding:
+    """Return that a loss is a mean over its class weights, first of what explains it, where its labels were found."""
+    named = tuple(number for number in finding.counts if counts[number].kind == "class weights")
+    if not named:
+        return Finding(kind="weighted", residual=finding.residual)  # classes of other weights are not among these
+    others = tuple(number for number in finding.counts if number not in named)
+    return Finding(kind="count", counts=(*named, *others), residual=finding.residual)
+
+
 def _counts_in(batches: Sequence[Any], sizes: Sequence[int], labels: LabelMeans) -> list[Count]:
     """List the counts that a batch and its parts offer."""
-    found = [candidate for candidate in candidates(batches[0], labels.ignored) if all(map(candidate.is_in, batches))]
+    offered = candidates(batches[0], labels.ignored, labels.classes)
+    found = [candidate for candidate in offered if all(map(candidate.is_in, batches))]
     return [candidate for candidate in found if not candidate.leaves_out_samples(batches[1:], sizes)]
 
 
@@ -314,8 +324,13 @@ def label_means(losses: Sequence[Tensor]) -> LabelMeans:
     """Return what the cross-entropies near the end of losses leave out. The host waits for the device."""
     nodes = list(_mean_entropies(losses))
     saved = [int(node._saved_ignore_index) for node in nodes]
-    ignored = dict.fromkeys(it - 2**64 if it >= 2**63 else it for it in saved)  # the graph tells it without its sign
-    return LabelMeans(tuple(ignored), any(map(_has_weights, nodes)))
+    ignored = [it - 2**64 if it >= 2**63 else it for it in saved]  # the graph tells it without its sign
+    classes = [
+        ClassWeights(tuple(node._saved_weight.tolist()), label)
+        for node, label in zip(nodes, ignored, strict=True)
+        if _has_weights(node)
+    ]
+    return LabelMeans(tuple(dict.fromkeys(ignored)), tuple(dict.fromkeys(classes)))
 
 
 def _has_weights(node: Any) -> bool:

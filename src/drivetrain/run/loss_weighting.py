@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,10 +25,10 @@ from drivetrain.data.division import Place, SampleStream
 from drivetrain.data.keyed_items import Collated, KeyedItems, draws_anything
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
-from drivetrain.loop import Stepper
+from drivetrain.loop import CapturedStepper, Stepper
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.plan.loss_weighting import Finding, Weighting, weighting_of
-from drivetrain.run.loss_probe import Parts, ProbedLoss, part_bounds, probe_loss, probe_one_sample
+from drivetrain.run.loss_probe import Parts, ProbedLoss, label_means, part_bounds, probe_loss, probe_one_sample
 from drivetrain.run.model_factory import couples_samples
 from drivetrain.run.session import Session
 from drivetrain.strategies.single import part_of
@@ -466,6 +467,8 @@ def watched(
 ) -> Callable[[int], None] | None:
     """Return the function called before each step: the loss watch, where one is needed, and the recorder's."""
     weighting, others = run.weighting, recorder.before_step
+    if not (weighting.holds_division or weighting.reason == "asked for" or isinstance(stepper, CapturedStepper)):
+        stepper.look_at_loss = _ClassWeightWatch(run, recorder).look
     if loader.resident is not None or (not weighting.others and weighting.count is None):
         return others
     watch = LossWatch(run, loader, model, stepper, lambda: tell_weighting(run, recorder))
@@ -476,6 +479,31 @@ def watched(
             others(step)
 
     return before_step
+
+
+class _ClassWeightWatch:
+    """Looks in each epoch whether the loss still has the class weights that micro-batches are weighted by."""
+
+    def __init__(self, run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
+        self._run, self._recorder = run, recorder
+        self._first: list[tuple[float, ...]] | None = None
+        self._is_told = not run.world.is_main
+
+    def look(self, epoch: int, loss: Tensor) -> None:
+        if self._is_told:
+            return
+        now = [each.weights for each in label_means([loss]).classes]
+        count, self._first = self._run.weighting.count, self._first if self._first is not None else now
+        if self._run.weighting.holds_division or not now:
+            return
+        known = [count.weights] if count is not None and count.weights else self._first
+        if not any(np.allclose(weights, it, rtol=0.02) for weights in now for it in known if len(it) == len(weights)):
+            self._is_told = True
+            self._recorder.say(
+                f"  loss       since epoch {epoch + 1} its classes have other weights than at first: micro-batches, "
+                f"ranks and validation are still weighted {self._run.weighting}. dt.LossSum(sum, count) with the sum "
+                "of the weights of the labels as the count is exact in every epoch"
+            )
 
 
 def look_at_all(run: Session, loader: Loader, model: nn.Module) -> None:
