@@ -274,6 +274,25 @@ def test_a_loss_is_known_whatever_its_collate_function_draws(
     assert "the collate function draws" in found["events"]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("is_iterable", [True, False])
+def test_what_is_drawn_for_batches_of_data_without_numbers_is_told(
+    tmp_path: Path, is_iterable: bool, num_workers: int
+) -> None:
+    order = SampleStream(SAMPLES, SEED).samples(0, 0, 3 * BATCH).tolist()
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return (Sentences()[number] for number in order)
+
+    data = Stream() if is_iterable else DataLoader(Sentences(), sampler=order)
+    for collate, held in ((masking, "the collate function draws random numbers"), (default_collate, "")):
+        job = job_of(cross_entropy, data, max_steps=3, epochs=1, collate=collate)
+        found = trained(str(tmp_path / collate.__name__), job, 4, num_workers=num_workers)
+        assert found["rule"]["holds_division"].startswith(held)
+        assert bool(found["rule"]["holds_division"]) == bool(held)
+
+
 def test_a_count_with_the_same_mean_in_each_part_is_told_apart() -> None:
     # Samples of topic 0, or without a label from the second token on, come last: 3 and 1 labels, as many as 2 and 2.
     labeled = [(0, 3), (1, 1)] + [(1, 2), (0, 3)] * 9

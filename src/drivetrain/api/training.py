@@ -335,7 +335,8 @@ class _Run(Session):
         loader = make_loader(self, division_of(self, start.model), job.source, shuffle=job.shuffle, start=position)
         first = loader.first(job.max_steps, job.epochs)
         refuse_unequal_orders(loader.fingerprint, self.world)
-        settle_by_batch(self, start.model, first.batch, first.num_samples)
+        draws = self.weighs_first_batch and loader.collate_draws()
+        settle_by_batch(self, start.model, first.batch, first.num_samples, draws=draws)
         look_at_all(self, loader, start.model)
         return loader, first
 

@@ -95,6 +95,18 @@ def what_draws(action: Callable[[], Result], device: torch.device) -> tuple[Draw
     return Draws(draws[:2] != expected[:2], moved or draws[2] != expected[2]), result
 
 
+def moves_generators(action: Callable[[], Result]) -> tuple[bool, Result]:
+    """Return whether an action draws from a global generator, which goes on from where it stands, and its result."""
+    before = _states()
+    result = action()
+    return _states() != before, result
+
+
+def _states() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.default_generator.get_state().numpy().tobytes()
+
+
 class ItemError(DrivetrainError):
     """An item that could not be fetched, by its index. Takes one text, since loader workers rebuild it from one."""
 
@@ -207,11 +219,15 @@ class Collated:
 
     def __init__(self, collate: Collate) -> None:
         self.collate = collate
+        self.first_drew: bool | None = None  # whether it drew random numbers for the first batch
         self._had_rows: bool | None = False  # whether the batches so far had a row per item; None: it was told
 
     def __call__(self, items: list[Any]) -> Any:
         try:
-            batch = self.collate(items)
+            if self.first_drew is None:
+                self.first_drew, batch = moves_generators(functools.partial(self.collate, items))
+            else:
+                batch = self.collate(items)
         except DrivetrainError:
             raise
         except Exception as error:  # noqa: BLE001  (told below, as one of ours)

@@ -216,8 +216,10 @@ class Loader:
         return found
 
     def collate_draws(self) -> bool:
-        """Return whether the collate function was seen to draw random numbers; False where it cannot be tried."""
-        if self.items is None or gathers(self.source.dataset, self._collate):
+        """Return whether the collate function was seen to draw (of read items, for the first); False if not tried."""
+        if self.items is None:
+            return bool(self._collated.first_drew)
+        if gathers(self.source.dataset, self._collate):
             return False
         with generators_kept(), suppress(ItemError):  # a sampler's keys need not be numbers from 0
             return collate_draws(self.items, self._collated)
@@ -406,11 +408,12 @@ class Loader:
         batch = self._collated(found)
         return pinned(batch) if self._pin_memory else batch
 
-    @staticmethod
-    def _taken_from(workers: Iterator[Any], keys: "_Keys") -> Fetched:
+    def _taken_from(self, workers: Iterator[Any], keys: "_Keys") -> Fetched:
         """Yield what workers deliver, in order; where a worker reads the items, it says which step each belongs to."""
         for first in workers:
             step = first.step if isinstance(first, _Read) else keys.given.popleft()
+            if isinstance(first, _Read):
+                self._collated.first_drew = first.first_drew
             following = chain([first], islice(workers, len(step.parts) - 1))
             parts = (_micro_batch(_batch(found), step.parts, number) for number, found in enumerate(following))
             yield step, parts
@@ -600,12 +603,13 @@ class _Read(NamedTuple):
 
     batch: Any
     step: Any  # a RankStep without its contents; None for all but the first micro-batch of a step
+    first_drew: bool | None  # whether the collate function drew for the first of all
 
 
 class _ReadByWorker(IterableDataset[Any]):
     """Reads iterable data in the one worker of a rank."""
 
-    def __init__(self, steps: RankSteps, collate: Callable[[list[Any]], Any], seed: int) -> None:
+    def __init__(self, steps: RankSteps, collate: Collated, seed: int) -> None:
         self._steps, self._collate, self._seed = steps, collate, seed
 
     def __iter__(self) -> Iterator[_Read]:
@@ -613,7 +617,7 @@ class _ReadByWorker(IterableDataset[Any]):
             for number, content in enumerate(step.contents):
                 header = step._replace(contents=[]) if number == 0 else None
                 _seed_batch(self._seed, step.place, step.parts[number])
-                yield _Read(self._collate(_as_list(content)), header)
+                yield _Read(self._collate(_as_list(content)), header, self._collate.first_drew)
 
 
 def _seed_batch(seed: int, place: Place, part: MicroStep) -> None:

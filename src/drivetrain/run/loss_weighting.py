@@ -126,18 +126,26 @@ def recorded_weighting(checkpoint: Checkpoint) -> Weighting:
     return Weighting.model_validate(recorded) if recorded else Weighting(reason=BEFORE)
 
 
-def settle_by_batch(run: Session, model: nn.Module, batch: Any, num_samples: int) -> None:
-    """Set `run.weighting` from the first batch of data that has no numbers. All ranks call it."""
+def settle_by_batch(run: Session, model: nn.Module, batch: Any, num_samples: int, *, draws: bool = False) -> None:
+    """Set `run.weighting` from the first batch of data that has no numbers. All ranks call it.
+
+    Args:
+        run: The run.
+        model: Its model.
+        batch: The first batch.
+        num_samples: How many samples it has.
+        draws: Whether the collate function drew random numbers for it.
+    """
     if run.weighs_first_batch and run.job.turns:
 
         def settle(own: Session, name: str) -> None:
             own.weighs_first_batch = True
-            settle_by_batch(own, model, batch, num_samples)
+            settle_by_batch(own, model, batch, num_samples, draws=draws)
 
         _settle_turns(run, model, settle)
     elif run.weighs_first_batch:
         run.weighs_first_batch = False
-        run.weighting = _measured_by_rank_0(run, model, lambda _: _cut(batch, num_samples))
+        run.weighting = _measured_by_rank_0(run, model, lambda _: _cut(batch, num_samples, draws=draws))
         _refuse_unfound(run)
 
 
@@ -302,7 +310,7 @@ def _parts_by_number(run: Session, numbers: Sequence[int], fewest: int) -> Parts
         draws, whole = draws_anything(lambda: collate(chosen))
         if draws:  # parts that are made anew would have other draws
             with suppress(DrivetrainError):
-                return _cut(whole, len(chosen))._replace(draws=True)
+                return _cut(whole, len(chosen), draws=True)
         bounds = part_bounds(len(chosen))
         return Parts(
             whole,
@@ -361,7 +369,7 @@ def _tell_apart(chosen: list[int], places: Sequence[int], columns: Sequence[Sequ
             chosen[place] = max(range(len(column)), key=lambda number: abs(column[number] - before))
 
 
-def _cut(batch: Any, num_samples: int) -> Parts:
+def _cut(batch: Any, num_samples: int, *, draws: bool = False) -> Parts:
     """Cut a batch that was handed over whole, by its rows."""
     if num_samples < FEWEST_CUT:
         raise DrivetrainError(f"the first batch has {num_samples} samples, too few to be cut into parts")
@@ -369,7 +377,7 @@ def _cut(batch: Any, num_samples: int) -> Parts:
     whole, bounds = part_of(batch, num_samples, 0, count), part_bounds(count)
     pairs = list(pairwise(bounds))
     parts = tuple(part_of(whole, count, first, last) for first, last in pairs)
-    return Parts(whole, parts, tuple(last - first for first, last in pairs))
+    return Parts(whole, parts, tuple(last - first for first, last in pairs), draws=draws)
 
 
 # While the run goes on
@@ -435,7 +443,8 @@ class LossWatch:
             numbers = [number for part in told for number in part]
             after = _measured_by_rank_0(run, self._model, lambda fewest: _parts_by_number(run, numbers, fewest))
         else:
-            own = None if found is None else _measured(run, self._model, lambda _: _cut(found[2], found[3]))
+            draws = before.holds_division == DRAWN
+            own = None if found is None else _measured(run, self._model, lambda _: _cut(*found[2:], draws=draws))
             told = self._host.gather(None if own is None else own.model_dump(mode="json"))
             after = Weighting.model_validate(next(each for each in told if each is not None))
         self._num_looks += 1
