@@ -5,10 +5,10 @@ The earlier revision is a folder with its `src`, named by `DRIVETRAIN_BEFORE`:
     mkdir .baseline && git archive REVISION src | tar -x -C .baseline
     DRIVETRAIN_BEFORE=.baseline python -m benchmarks revisions
 
-Measured are small steps on a CPU and, where there is a GPU, the steps of `benchmarks.capture`: replayed, replayed with
-`bad_steps="stop"` where the revision has it (skipping bad steps takes kernels), and not replayed. Both processes are
-started anew several times, each of them first in half of the pairs: how fast the host is differs more from process to
-process than from round to round.
+Measured are small steps on a CPU and, where there is a GPU, the steps of `benchmarks.capture`: replayed and not
+replayed, each also with `bad_steps="stop"` where the revision has it (skipping bad steps takes kernels). Both processes
+are started anew several times, each of them first in half of the pairs: how fast the host is differs more from process
+to process than from round to round.
 """
 
 import json
@@ -104,11 +104,12 @@ def _serve(source: Path) -> None:
         found = {"a step on the CPU (µs of the main thread)": 1e6 * _on_cpu(images, CPU_STEPS // share)}
         if torch.cuda.is_available():
             steps, plain_steps = capture.STEPS // share, PLAIN_STEPS // share
-            found["captured steps (per second)"] = capture.by_drivetrain(images, steps, "on")
-            found["captured steps, bad ones not skipped (per second)"] = capture.by_drivetrain(
-                images, steps, "on", **({"bad_steps": "stop"} if _may_skip() else {})
-            )
-            found["steps that are not captured (per second)"] = capture.by_drivetrain(images, plain_steps, "off")
+            stop = {"bad_steps": "stop"} if _may_skip() else {}
+            for name, number, mode in (("captured", steps, "on"), ("not captured", plain_steps, "off")):
+                found[f"steps {name} (per second)"] = capture.by_drivetrain(images, number, mode)
+                found[f"steps {name}, bad ones not skipped (per second)"] = capture.by_drivetrain(
+                    images, number, mode, **stop
+                )
         print(json.dumps(found), flush=True)
 
 
