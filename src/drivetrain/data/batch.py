@@ -161,6 +161,17 @@ class Count(Value):
             return float(_num_positions(_cut(_at(batch, self.path), self.part)))
         return float(self.of(batch))
 
+    def is_zero(self, batch: Any) -> bool:
+        """Tell whether a batch that is on the host has nothing of what is counted."""
+        if self.kind in ("sum", "numel") or not all(self.weights):
+            return not self.number(batch)
+        items = _cut(_at(batch, self.path), self.part)  # the first sample mostly has some already
+
+        def has_some(items: Tensor) -> bool:
+            return bool((items != self.ignored if self.weights else self._counted(items)).any())
+
+        return not (has_some(items[:1]) or has_some(items[1:]))
+
     def numbers(self, batches: Sequence[Any]) -> list[float]:
         """Count the items of each of several batches on the host, at once if their tensors have one shape and dtype."""
         tensors = [_at(batch, self.path) for batch in batches]

@@ -111,7 +111,7 @@ class Weighting(Value):
 
     def counts_nothing(self, batch: Any) -> bool:
         """Tell whether a batch on the host has none of what the loss is a mean over."""
-        return self.count is not None and not self.count.number(batch)
+        return self.count is not None and self.count.is_zero(batch)
 
     def is_unambiguous(self, batch: Any, num_samples: int) -> bool:
         """Tell whether every explanation that is left weights this batch alike."""
