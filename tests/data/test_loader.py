@@ -1,11 +1,16 @@
 """The loader: the same samples in the same order for every world and number of workers; randomness keyed by sample."""
 
 import ctypes
+import errno
 import gc
 import math
 import multiprocessing
 import os
 import random
+import shutil
+import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import closing
@@ -28,6 +33,7 @@ from drivetrain.data.keyed_items import KeyedItems, same
 from drivetrain.data.loader import Loader, cheapest_workers
 from drivetrain.loop.validation import seed_validation
 from tests import warm_python
+from tests.hardware.children import child_environ
 from tests.simulated_clock import SimulatedClock
 
 
@@ -180,6 +186,96 @@ def test_an_item_that_raises_is_named(num_workers: int) -> None:
     source = loader(Broken(20), 20, 20, num_workers=num_workers, shuffle=False)
     with pytest.raises(Exception, match="item 13 of the data set raised KeyError"), closing(source):
         [list(parts) for _, parts in source.batches(0, 1)]
+
+
+def full(*_: Any) -> Any:
+    """Fail as torch does where a tensor is put into shared memory that is full."""
+    raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)")
+
+
+def killed(*_: Any) -> Any:
+    """Die as a process does that touches a page of shared memory which is not to be had."""
+    os.kill(os.getpid(), signal.SIGBUS)
+
+
+class Unsent:
+    """A batch that is made, and cannot be sent to another process."""
+
+    def __init__(self, reason: Callable[..., Any]) -> None:
+        self.reason = reason
+
+    def __reduce__(self) -> Any:
+        return self.reason()
+
+
+def not_picklable() -> Any:
+    raise TypeError("cannot pickle this")
+
+
+IN_SMALL_SHARED_MEMORY = """
+import torch
+from torch.utils.data import default_collate
+from tests.data.test_loader import Wide, loader
+for collate in (default_collate, lambda items: torch.stack(items)):
+    source = loader(Wide(16), 8, 8, collate=collate, num_workers=2)
+    try:
+        list(source.batches(0, 2))
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+class Wide(Numbers):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(500_000)
+
+
+@pytest.mark.parametrize("collate", [full, lambda items: Unsent(full), killed], ids=["made", "sent", "killed"])
+def test_full_shared_memory_is_not_blamed_on_the_collate_function(collate: Callable[..., Any]) -> None:
+    source = loader(Numbers(8), 4, 4, collate=collate, num_workers=1)
+    with pytest.raises(DrivetrainError, match=r"/dev/shm of .* is full") as told, closing(source):
+        list(source.batches(0, 2))
+    assert "--num-workers" in told.value.remedy
+    assert "--shm-size" in told.value.remedy
+    assert "collate" not in str(told.value)
+    assert "could not make a batch" not in str(told.value)
+
+
+def test_a_batch_that_cannot_be_sent_is_told_and_not_awaited() -> None:
+    source = loader(Numbers(8), 4, 4, collate=lambda items: Unsent(not_picklable), num_workers=1)
+    with (
+        pytest.raises(DrivetrainError, match="could not send its batch: TypeError: cannot pickle this"),
+        closing(source),
+    ):
+        list(source.batches(0, 2))
+
+
+def test_a_collate_function_that_finds_a_disk_full_is_told_as_its_own() -> None:
+    def caching(items: list[Any]) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DrivetrainError, match="caching could not make a batch"):
+        list(loader(Numbers(8), 4, 4, collate=caching).batches(0, 1))
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounting needs root and unshare")
+def test_a_real_small_shared_memory_is_told() -> None:
+    shell = f'mount -t tmpfs -o size=8m tmpfs /dev/shm || exit 77; exec "{sys.executable}" -c "$1"'
+    command = ["unshare", "-m", "sh", "-c", shell, "sh", IN_SMALL_SHARED_MEMORY]
+    done = subprocess.run(
+        command,
+        env=child_environ(),
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if done.returncode == 77 or done.stderr.startswith("unshare:"):
+        pytest.skip("nothing may be mounted here")
+    told = [line for line in done.stdout.splitlines() if "remedy" not in line]
+    assert [line.split(" of ")[0] for line in told] == ["DrivetrainError /dev/shm"] * 2, done.stderr
+    assert all("8 MiB" in line and line.endswith("is full") for line in told)
 
 
 def test_what_cannot_be_exact_is_said() -> None:

@@ -10,11 +10,14 @@ import copy
 import functools
 import hashlib
 import inspect
+import os
 import random
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -24,6 +27,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker
 
 from drivetrain.core.errors import DrivetrainError, returned
 from drivetrain.core.log import notice
+from drivetrain.core.value import format_gib
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import key_of, mix
 
@@ -191,6 +195,8 @@ class KeyedItems(Dataset[Any]):
         try:
             return self.dataset.__getitems__([sample])[0] if self._fetches_many else self.dataset[sample]
         except Exception as error:
+            if (full := full_shared_memory(error)) is not None:
+                raise full from None
             trace = "".join(traceback.format_exception(error)).rstrip()
             raise ItemError(
                 f"item {sample} of the data set raised {type(error).__name__}: {error}\n"
@@ -209,6 +215,34 @@ def _in_numbers(sample: Any) -> int:
     if isinstance(sample, int):
         return sample
     return int.from_bytes(hashlib.blake2b(repr(sample).encode(), digest_size=8).digest(), "little")
+
+
+_SHARED_MEMORY = Path("/dev/shm")
+_IS_FULL = re.compile(r"</torch_.*No space left on device|unable to write to file </torch_", re.DOTALL)
+_BUS_ERROR = "killed by signal: Bus error"  # by torch, of a worker; a page of shared memory that is not to be had
+
+
+def full_shared_memory(error: BaseException) -> DrivetrainError | None:
+    """Return what to raise for an error which says that shared memory is full; None for any other."""
+    texts = [str(error), str(error.__cause__)]
+    if any(_BUS_ERROR in text for text in texts):
+        return no_shared_memory("a loader's worker was killed by a bus error: a file that it maps was cut off, or ")
+    return no_shared_memory() if any(_IS_FULL.search(text) for text in texts) else None
+
+
+def no_shared_memory(before: str = "") -> DrivetrainError:
+    """Return the error for workers that have no shared memory left to hand over their batches."""
+    try:
+        space = os.statvfs(_SHARED_MEMORY)
+        size = f" of {format_gib(space.f_blocks * space.f_frsize)}"
+    except OSError:
+        size = ""
+    return DrivetrainError(
+        f"{before}{_SHARED_MEMORY}{size}, the shared memory in which workers hand over their batches, is full",
+        remedy="use fewer workers (--num-workers; 0 needs none of it) or a smaller micro-batch (--batch-size), or "
+        "enlarge it: docker run --shm-size=8g (or --ipc=host), in Kubernetes an emptyDir of medium Memory at /dev/shm, "
+        "elsewhere sudo mount -o remount,size=8G /dev/shm",
+    )
 
 
 _LEAVE_OUT = "Samples that cannot be read are better left out of the data set: torch.utils.data.Subset(dataset, good)"
@@ -231,6 +265,8 @@ class Collated:
         except DrivetrainError:
             raise
         except Exception as error:  # noqa: BLE001  (told below, as one of ours)
+            if (full := full_shared_memory(error)) is not None:  # the function of a worker makes its batch there
+                raise full from None
             # Of torch's own function a traceback says nothing that the error does not.
             is_own = self.collate is not default_collate
             trace = "\n" + "".join(traceback.format_exception(error)).rstrip() if is_own else ""

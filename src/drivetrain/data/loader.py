@@ -6,12 +6,14 @@ exception.
 """
 
 import atexit
+import errno
 import math
 import multiprocessing
 import pickle
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,11 +21,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
+from multiprocessing.queues import Queue
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import numpy as np
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from drivetrain.core.errors import DrivetrainError
@@ -44,8 +48,10 @@ from drivetrain.data.keyed_items import (
     KeyedItems,
     collate_draws,
     exactness_warnings,
+    full_shared_memory,
     gather,
     gathers,
+    no_shared_memory,
     seed_all,
 )
 from drivetrain.data.resident import Resident, Rows
@@ -433,6 +439,8 @@ class Loader:
                     self._workers = iter(self._torch_loader(keys, steps, number))
             except (AttributeError, TypeError, OSError, RuntimeError, ImportError, pickle.PicklingError) as error:
                 reason = str(error)
+                if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # locks are there, too
+                    reason, remedy = (full := no_shared_memory()).message, full.remedy
             else:
                 _started.update(getattr(self._workers, "_workers", ()))
                 return _in_own_words(self._workers)
@@ -561,8 +569,26 @@ atexit.register(_kill_at_exit)  # runs after torch's own of each worker, and bef
 
 def _begin_worker(wanted: Callable[[int], Any] | None, worker: int) -> None:
     outlive_signals()
+    # By default, a batch that cannot be sent is dropped with a traceback, and the training process waits for ever.
+    Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
     if wanted is not None:
         wanted(worker)
+
+
+def _send_error(queue: "Queue[Any]", error: Exception, unsent: Any) -> None:
+    """Send the error instead of a batch that a worker could not send: called in the thread that sends."""
+    told = full_shared_memory(error)
+    if told is None:
+        told = DrivetrainError(
+            f"a worker of the loader could not send its batch: {type(error).__name__}: {error}",
+            remedy="return tensors, arrays and plain values, which other processes can read; or use --num-workers 0",
+        )
+    match unsent:
+        case (int() as number, _):
+            wrapped = ExceptionWrapper((type(told), told, None), "in a loader's worker")  # type: ignore[no-untyped-call]
+            queue.put((number, wrapped))
+        case _:  # of a queue of the user's own
+            traceback.print_exception(error)
 
 
 def _micro_batch(batch: Any, parts: list[MicroStep], number: int) -> MicroBatch:
@@ -637,6 +663,10 @@ def _in_own_words(workers: Iterator[Any]) -> Iterator[Any]:
     """Raise a worker's DrivetrainError as it was raised there, without torch's text around it."""
     try:
         yield from workers
+    except RuntimeError as error:
+        if (full := full_shared_memory(error)) is None:
+            raise
+        raise full from None
     except DrivetrainError as error:
         if type(error) is not DrivetrainError:
             raise
