@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.jobs import are_gone, environment, launch, launching, script, wait_for
+from tests.launch.jobs import are_gone, environment, launch, launching, script, wait_for, words_of
 
 RANK = "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n"
 # For scripts whose ranks do things one after the other, however late one of them is started.
@@ -358,6 +358,78 @@ def test_a_script_of_several_jobs_goes_on_in_the_one_it_had_come_to(tmp_path: Pa
     )
     for line, words in zip(found, (words for pair in wanted for words in pair), strict=True):
         assert words in line
+
+
+# A run of one rank that needs no torch. `count`, in the folder that the job is started in, has a letter per start.
+RUN = RANK + (
+    "from pathlib import Path\n"
+    "from drivetrain.core.launchers import supervision\n"
+    "with open('count', 'a') as file: file.write('x')\n"
+    "again, run = len(open('count').read()) > 1, Path(os.environ['RUN'])\n"
+    "run.mkdir(parents=True, exist_ok=True)\n"
+    "supervision.run(str(run))\n"
+    "supervision.step(5 if again else 3)\n"
+    "time.sleep(0.5)\n"  # for the supervisor to hear of it
+)
+ENDS = "if not again: os.kill(os.getpid(), signal.SIGKILL)\nsupervision.tell('end', finished=True)\n"
+
+
+def test_a_full_disk_does_not_end_the_watch(tmp_path: Path, small_disk: Path) -> None:
+    """Neither while ranks print nor when the next attempt begins, whose logs cannot be made."""
+    job = script(
+        tmp_path,
+        RUN + "if not again:\n"
+        "    from itertools import count\n"
+        "    try:\n"
+        "        with open(run.parent / 'ballast', 'wb', buffering=0) as file:\n"
+        "            while file.write(bytes(4096)): pass\n"
+        "    except OSError: pass\n"
+        "    try:\n"
+        "        for number in count(): (run.parent / f'{number}').touch()\n"  # nor is there room for names
+        "    except OSError: pass\n"
+        "print('x' * 100_000)\n"
+        "print('again' if again else 'first', flush=True)\n" + ENDS,
+    )
+    done = launch(tmp_path, str(job), num_processes=1, RUN=str(small_disk / "run"))
+    assert (done.code, done.out.split()[1::2]) == (0, ["first", "again"]), done.err
+    assert "Traceback" not in done.err
+    assert f"{small_disk}/run/logs/attempt-0" in done.err
+    assert done.err.count("cannot be written to (No space left on device): the job goes on without") == 3, done.err
+
+
+def test_a_full_disk_behind_standard_error_does_not_end_the_watch(tmp_path: Path) -> None:
+    job = script(tmp_path, RUN + ENDS)
+    with Path("/dev/full").open("w") as full:
+        words = words_of(tmp_path, str(job), num_processes=1)
+        env = environment(RUN=str(tmp_path / "run"))
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, stderr=full, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "count").read_text() == "xx"
+
+
+MOVED = RUN + (
+    "print('seen', flush=True)\n"
+    "log = run / 'logs' / f'attempt-{int(again)}' / 'rank-0.log'\n"
+    "while 'seen' not in (log.read_text() if log.exists() else ''): time.sleep(0.01)\n"
+    "if not again: run.rename(run.with_name('moved'))\n"
+)
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_run_folder_that_was_moved_is_not_made_again(tmp_path: Path, restarts: bool) -> None:
+    """One with nothing but logs and crash.json in it would keep the next start from taking the name."""
+    job = script(tmp_path, MOVED + ENDS)
+    flags = () if restarts else ("--max-restarts", "0")
+    done = launch(tmp_path, *flags, str(job), num_processes=1, RUN=str(tmp_path / "run"))
+    assert "Traceback" not in done.err
+    assert "seen" in (tmp_path / "moved" / "logs" / "attempt-0" / "rank-0.log").read_text()
+    assert done.code == (0 if restarts else 137), done.err
+    if restarts:
+        assert (tmp_path / "run" / "logs" / "attempt-1" / "rank-0.log").exists()
+    else:
+        assert not (tmp_path / "run").exists()
+        report = next(line.split()[-1] for line in done.last_lines if line.startswith("  report:"))
+        assert json.loads(Path(report).read_text())["step"] == 3
 
 
 def test_no_file_says_what_no_rank_said(tmp_path: Path) -> None:

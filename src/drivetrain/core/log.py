@@ -1,6 +1,8 @@
 """The logger `drivetrain`, and what is shown and recorded of text that others wrote."""
 
+import contextlib
 import logging
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -136,7 +138,31 @@ def log(text: str, level: int = logging.INFO) -> bool:
 def notice(text: str) -> None:
     """Tell the user something on standard error that a run can go on with."""
     if not log(text, logging.WARNING):
-        print(f"drivetrain: {printable(text)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk behind it
+            print(f"drivetrain: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """Write to standard error what a launcher has to tell. A screen that is gone, or a full disk, ends nothing.
+
+    Python's own buffer is passed by: what it could not write would change the exit code to 120 in the end.
+
+    Args:
+        text: All of it, without the end of the last line.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    text = f"{printable(text)}\n"
+    with contextlib.suppress(OSError, ValueError):
+        try:
+            descriptor = sys.stderr.fileno()
+        except (OSError, ValueError):  # it is captured
+            sys.stderr.write(text)
+            return
+        data = text.encode(sys.stderr.encoding, "backslashreplace")
+        while data:
+            data = data[os.write(descriptor, data) :]
 
 
 def _handlers() -> list[logging.Handler]:

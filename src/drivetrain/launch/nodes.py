@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.log import printable
+from drivetrain.core.log import say
 from drivetrain.launch.layout import Layout, listen_on
 
 TOKEN = "DRIVETRAIN_TOKEN"
@@ -330,7 +329,7 @@ class Nodes:
                 said = True
                 at = f"{self._layout.main_address}:{self._layout.main_port}"
                 names = ", ".join(map(str, self.missing))
-                print(f"drivetrain: waiting at {at} for node {names} of {self._layout.nodes}", file=sys.stderr)
+                _say(f"waiting at {at} for node {names} of {self._layout.nodes}")
             time.sleep(0.02)
         return self.missing
 
@@ -371,7 +370,7 @@ class Nodes:
         elif node.rank not in self._said_stuck:
             self._said_stuck.add(node.rank)
             words = f"node {node.rank} ({node.host}) is there, but its launcher has been waiting for a disk for"
-            print(f"drivetrain: {words} {seconds:.0f} s; going on", file=sys.stderr, flush=True)
+            _say(f"{words} {seconds:.0f} s; going on")
         longest = STUCK_FACTOR * self._silence_seconds
         return f"its launcher has been waiting for a disk for {longest:g} s" if seconds > longest else ""
 
@@ -447,4 +446,4 @@ class Nodes:
 
 
 def _say(words: str) -> None:
-    print(f"drivetrain: {printable(words)}", file=sys.stderr, flush=True)
+    say(f"drivetrain: {words}")

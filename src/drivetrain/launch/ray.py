@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.log import say
 from drivetrain.core.processes import StopWish, hearing
 from drivetrain.launch.clusters import SlurmOptions, cores_of, gpus_of, launch_flags
 from drivetrain.launch.layout import get_free_port
@@ -256,4 +257,4 @@ def _ray() -> Any:
 
 
 def _say(words: str) -> None:
-    print(f"drivetrain: {words}", file=sys.stderr, flush=True)
+    say(f"drivetrain: {words}")

@@ -5,7 +5,6 @@ A follower runs a machine that is not the main one: it obeys the main one, repor
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from drivetrain.config import FOREIGN
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.faults import ENVIRONMENT as FAULTS
 from drivetrain.core.launchers import code_version, find_machines
-from drivetrain.core.log import printable, redacted_words
+from drivetrain.core.log import redacted_words, say
 from drivetrain.core.processes import OrphanGuard, StopWish, hearing
 from drivetrain.hardware import Hardware
 from drivetrain.launch.layout import (
@@ -71,11 +70,7 @@ class Follower:
                         return code
                     lost = channel.closed_because or f"nothing was heard of it for {self._options.node_seconds:g} s"
                     channel.close()
-                    print(
-                        f"drivetrain: the main machine at {self._main} is lost: {lost}. The workers here were ended",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    say(f"drivetrain: the main machine at {self._main} is lost: {lost}. The workers here were ended")
                     seconds = self._options.rejoin_seconds
         finally:
             self._standbys.close()
@@ -103,7 +98,7 @@ class Follower:
                 return channel
             if not said and time.monotonic() - began > _SAY_AFTER_SECONDS:
                 said = True
-                print(f"drivetrain: waiting for the main machine at {self._main}: {why}", file=sys.stderr, flush=True)
+                say(f"drivetrain: waiting for the main machine at {self._main}: {why}")
             time.sleep(0.2)
         if lost:
             raise DrivetrainError(
@@ -182,13 +177,12 @@ class Follower:
                 for of, text in self._crew.stacks_of([rank] if rank >= 0 else range(2**31)).items():
                     channel.send({"event": "stack", "rank": of, "text": text})
             case "say":
-                print(f"drivetrain: {printable(str(message['words']))}", file=sys.stderr, flush=True)
+                say(f"drivetrain: {message['words']}")
             case "refuse":
                 raise DrivetrainError(str(message["message"]), remedy=str(message["remedy"]))
             case "end":
-                words = printable(str(message["words"]))
-                if words:
-                    print(words, file=sys.stderr, flush=True)
+                if words := str(message["words"]):
+                    say(words)
                 return int(str(message["code"]))
         return None
 
@@ -236,7 +230,7 @@ def start(
         machines = machines if layout.num_machines > 1 else ""
         number = f"{layout.num_processes} process{'es' if layout.num_processes > 1 else ''}"
         here = " here" if layout.num_machines > 1 else ""
-        print(f"drivetrain: {machines}{', '.join([number + here, *layout.notes])}", file=sys.stderr, flush=True)
+        say(f"drivetrain: {machines}{', '.join([number + here, *layout.notes])}")
     kind = Supervisor if layout.node_rank == 0 else Follower
     return kind(task, layout, options, output_dir, code).run()
 
@@ -283,7 +277,7 @@ def _await_way(host: str, seconds: float) -> None:
             why = error.message
         if not said and waited > _SAY_AFTER_SECONDS:
             said = True
-            print(f"drivetrain: waiting for the main machine: {why}", file=sys.stderr, flush=True)
+            say(f"drivetrain: waiting for the main machine: {why}")
         time.sleep(min(0.5, seconds / 4))
 
 

@@ -1,9 +1,7 @@
 """Starts the workers, watches them, restarts them while that makes sense, and reports why the job ended."""
 
-import contextlib
 import os
 import socket
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -15,7 +13,7 @@ from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.goodput import ATTEMPTS, stamp, start_marks
-from drivetrain.core.log import printable
+from drivetrain.core.log import say
 from drivetrain.core.processes import OrphanGuard, StopWish, hearing
 from drivetrain.core.run_folder import JsonLines, is_finished, is_script_killed
 from drivetrain.launch.clusters import submitted_at
@@ -43,7 +41,7 @@ from drivetrain.launch.root_cause import (
     waited_for,
     write_stacks,
 )
-from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, RankLogs, Standbys, Start, WorkerTask
+from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, RankLogs, Standbys, Start, WorkerTask, without
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The supervisor's rows in a run's account of its time: it outlives the workers, and knows when each attempt ended.
@@ -55,6 +53,7 @@ class AttemptLog:
     def __init__(self, submitted: float | None) -> None:
         self._folder: Path | None = None
         self._waiting: list[dict[str, Any]] = []
+        self._is_told = False  # that they cannot be written
         seconds = start_marks.take(0.0)["seconds"]  # of this process, before it came here
         self.note("launch", seconds=seconds, **({} if submitted is None else {"submitted": submitted}))
 
@@ -69,12 +68,17 @@ class AttemptLog:
     def _write(self) -> None:
         if self._folder is None or not self._waiting:
             return
-        with suppress(OSError):  # a full disk must not end the watch; the rows wait
-            log = JsonLines(self._folder / ATTEMPTS)
+        path = self._folder / ATTEMPTS
+        try:
+            log = JsonLines(path)
             for row in self._waiting:
                 log.append(row)
             log.close()
             self._waiting = []
+        except OSError as error:  # a full disk must not end the watch; the rows wait
+            if not self._is_told:
+                without(path, error)
+            self._is_told = True
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,7 +178,8 @@ class Supervisor:
                 code, words = self._run()
             self._nodes.tell("end", reserve=True, code=code, words=words)
             self._log.note("end", code=code)
-            _say(words)
+            if words:
+                say(words)
             return code
         except DrivetrainError as error:
             self._nodes.tell("refuse", reserve=True, message=error.message, remedy=error.remedy)
@@ -217,17 +222,17 @@ class Supervisor:
             if why_not:
                 path = self._write_crash(cause, outcome.others, attempt, last=True)
                 reason = "" if why_not == "-" else why_not
-                return _exit_code(cause), in_words(cause, number, outcome.others, str(path), reason)
+                return _exit_code(cause), in_words(cause, number, outcome.others, path, reason)
             number += 1
             self._layout = _with_whole_gpus(self._layout, cause)
-            _say(self._restart_in_words(cause, number))
+            say(self._restart_in_words(cause, number))
 
     def _why_not_all_here(self, cause: Failure) -> str:
         """Wait for lost machines, which may come back. Returns why there is no start, where one does not."""
         seconds = self._options.rejoin_seconds
         self._nodes.replace_lost()
         if self._nodes.missing:
-            _say(
+            say(
                 f"drivetrain: {cause.where} failed first ({cause.kind}: {cause.headline.splitlines()[0]}).\n"
                 f"  All workers were ended; waiting up to {seconds:g} s for node "
                 f"{', '.join(map(str, self._nodes.missing))} to come back"
@@ -245,7 +250,7 @@ class Supervisor:
         self._nodes.want_all()
         words = f"the job does not go on with fewer machines: {cause.headline.splitlines()[0]}"
         seconds = self._options.join_seconds
-        _say(f"drivetrain: {words}.\n  Waiting up to {seconds:g} s for the others")
+        say(f"drivetrain: {words}.\n  Waiting up to {seconds:g} s for the others")
         missing = self._nodes.gather(seconds, self._wish.has_come, replaces=True)
         return f"{words}; node {', '.join(map(str, missing))} did not come back" if missing else ""
 
@@ -320,7 +325,7 @@ class Supervisor:
                 self._take(attempt, crew, node, message)
         for lost, why in self._nodes.lost():
             if lost.rank not in self._nodes.seats:
-                _say(f"drivetrain: node {lost.rank} ({lost.host}), which was in reserve, is lost: {why}")
+                say(f"drivetrain: node {lost.rank} ({lost.host}), which was in reserve, is lost: {why}")
                 continue
             silent = lost.channel.silent_seconds
             attempt.failures.append(node_lost(lost.rank, lost.host, why, time.monotonic(), silent))
@@ -338,7 +343,8 @@ class Supervisor:
             attempt.checkpoint = max(attempt.checkpoint, event["step"])
         elif kind == "run":
             if self._run_folder is None:
-                Path(event["folder"], "crash.json").unlink(missing_ok=True)  # of an earlier start
+                with suppress(OSError):
+                    Path(event["folder"], "crash.json").unlink(missing_ok=True)  # of an earlier start
             self._run_folder = Path(event["folder"])
             attempt.begin(rank, self._run_folder)
             self._log.into(self._run_folder)
@@ -431,7 +437,7 @@ class Supervisor:
             place |= {"step": attempt.hangs.ranks[rank].step, "at": 0.0, "noticed_after": stall.seconds}
             attempt.hang = hung(words, stacks.get(rank, ""), **place)
             path = write_stacks(crew.logs.folder, stall, stacks)
-            _say(f"drivetrain: {attempt.hang.where}: {words}.\n  The stacks of all ranks are in {path}")
+            say(f"drivetrain: {attempt.hang.where}: {words}.\n  The stacks of all ranks are in {path}")
             self._log.note("hang", rank=rank, step=stall.step, seconds=stall.seconds)
         if stall.is_over:
             attempt.failures.append(replace(attempt.hang, at=time.monotonic()))
@@ -484,20 +490,36 @@ class Supervisor:
     def _log_folder(self) -> Path:
         if self._options.log_dir is not None:
             return self._options.log_dir
-        return self._first_logs if self._run_folder is None else self._run_folder / "logs"
+        folder = _unless_gone(self._run_folder)
+        return self._first_logs if folder is None else folder / "logs"
 
-    def _write_crash(self, cause: Failure, others: tuple[Failure, ...], attempt: _Attempt, *, last: bool) -> Path:
+    def _write_crash(self, cause: Failure, others: tuple[Failure, ...], attempt: _Attempt, *, last: bool) -> str:
         """Write crash.json in the log folder of the attempt, or in the run's folder for the one that ended the job."""
         logs = self._log_folder()
-        folder = (self._run_folder or logs) if last else logs / f"attempt-{attempt.number}"
-        path = folder / "crash.json"
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(as_json(cause, attempt.number, others, datetime.now(UTC).isoformat()), encoding="utf-8")
-        return path
+        folder = (_unless_gone(self._run_folder) or logs) if last else logs / f"attempt-{attempt.number}"
+        return _written(folder / "crash.json", as_json(cause, attempt.number, others, datetime.now(UTC).isoformat()))
 
     def _host(self, node: int) -> str:
         return socket.gethostname() if node == 0 else self._nodes.host(node)
+
+
+def _unless_gone(run_folder: Path | None) -> Path | None:
+    """Return the run's folder, unless it was moved or deleted.
+
+    It is not made anew: one with nothing but logs would keep the next start from taking the name.
+    """
+    return run_folder if run_folder is not None and run_folder.is_dir() else None
+
+
+def _written(path: Path, text: str) -> str:
+    """Write a file, and return where it is; empty where it could not be written, which is told."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        without(path, error)
+        return ""
+    return str(path)
 
 
 def _not_here(layout: Layout, missing: list[int], seconds: float) -> DrivetrainError:
@@ -536,16 +558,10 @@ def _with_whole_gpus(layout: Layout, cause: Failure) -> Layout:
     if found is None or cause.rank is None:
         return layout
     before, now = layout.gpus[cause.rank], found.gpus[cause.rank]
-    _say(f"drivetrain: GPU {now} takes the place of GPU {before}, which is left alone")
+    say(f"drivetrain: GPU {now} takes the place of GPU {before}, which is left alone")
     return found
 
 
 def _exit_code(cause: Failure) -> int:
     code = cause.exit_code
     return code if code is not None and 0 < code < 256 else 1
-
-
-def _say(words: str) -> None:
-    if words:
-        sys.stdout.flush()
-        print(printable(words), file=sys.stderr, flush=True)

@@ -178,4 +178,8 @@ def _serve_store(descriptor: int) -> None:
 
 
 def _append_to(path: str) -> Any:
-    return Path(path).open("a", encoding="utf-8")  # as long as the process lives
+    """Open a file for as long as the process lives; standard error takes its place where the disk is full."""
+    try:
+        return Path(path).open("a", encoding="utf-8")
+    except OSError:
+        return sys.stderr

@@ -14,14 +14,14 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from drivetrain.core import MEMORY_KEPT
 from drivetrain.core.launchers import CHANNEL, PAGE_FD, ProcessPlace, Progress, ProgressPage
-from drivetrain.core.log import printable
+from drivetrain.core.log import printable, say
 from drivetrain.core.processes import OrphanGuard, held_back, kill_group
 from drivetrain.hardware.host import oom_kills
 from drivetrain.launch.layout import LaunchOptions, Layout
@@ -53,18 +53,38 @@ _PIECE = 1 << 16
 _LONGEST_REPORT = 1 << 20
 
 
+def without(path: Path, error: OSError) -> None:
+    """Tell that a job goes on without a file beside it that cannot be written."""
+    say(f"drivetrain: {path} cannot be written to ({error.strerror or error}): the job goes on without it")
+
+
 class RankLogs:
-    """The logs of one attempt. They begin in `folder` and move to the run folder once that is known."""
+    """The logs of one attempt. They begin in `folder` and move to the run folder once that is known.
+
+    Where they cannot be written, as on a full disk or where the folder was moved, that is told once, and the job goes
+    on.
+    """
 
     def __init__(self, folder: Path, attempt: int, shown: str) -> None:
         self._attempt = attempt
         self._shown = shown
         self._folder = folder / f"attempt-{attempt}"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # what ranks print may hold secrets
-        self._folder.mkdir(exist_ok=True, mode=0o700)
         self._files: dict[int, BinaryIO] = {}
+        self._is_told = False  # that logs cannot be written
         self._tails: dict[int, deque[bytes]] = {}
         self._begun: dict[int, bytes] = {}  # a line that has no end yet
+        with self._keeping():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # what ranks print may hold secrets
+            self._folder.mkdir(exist_ok=True, mode=0o700)
+
+    @contextlib.contextmanager
+    def _keeping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._is_told:
+                without(self._folder, error)
+            self._is_told = True
 
     @property
     def folder(self) -> Path:
@@ -77,11 +97,12 @@ class RankLogs:
         return self._folder / f"rank-{rank}.stacks"
 
     def write(self, rank: int, data: bytes, *, show: bool = True) -> None:
-        if rank not in self._files:
-            self._files[rank] = self.path(rank).open("ab")
-        with contextlib.suppress(OSError):  # a full disk must not end the watch
-            self._files[rank].write(data)
-            self._files[rank].flush()
+        with self._keeping():
+            if rank not in self._files:  # without a buffer, whose rest would have to be written when it is closed
+                self._files[rank] = self.path(rank).open("ab", buffering=0)
+            left = memoryview(data)
+            while left:
+                left = left[self._files[rank].write(left) :]
         tail = self._tails.setdefault(rank, deque(maxlen=_KEPT_LINES))
         *lines, rest = (self._begun.get(rank, b"") + data).split(b"\n")
         tail.extend(lines)
@@ -119,7 +140,8 @@ class RankLogs:
 
     def close(self) -> None:
         for file in self._files.values():
-            file.close()
+            with self._keeping():  # some file systems say only now that there was no room
+                file.close()
         self._files = {}
 
     def _print(self, rank: int, data: bytes, lines: list[bytes]) -> None:
@@ -220,8 +242,7 @@ class Standbys:
         if changed and self._are_wanted:
             self._are_wanted = False
             names = ", ".join(sorted(changed)[:3]) + (", …" if len(changed) > 3 else "")
-            words = f"--standby has no effect: the script changes its environment ({names}) before it trains"
-            print(f"drivetrain: {printable(words)}", file=sys.stderr, flush=True)
+            say(f"drivetrain: --standby has no effect: the script changes its environment ({names}) before it trains")
         self._may_start = self._are_wanted
 
     def tend(self, environments: dict[int, dict[str, str]]) -> None:
@@ -336,7 +357,7 @@ class Crew:
         self._next_look = 0.0
         self._looked_at = time.monotonic()  # when all workers that had not ended were last seen to be there
         # Not among the logs, which may move before anything is dumped. Only NCCL dumps, and it needs GPUs.
-        self._dumps = Path(tempfile.mkdtemp(prefix="drivetrain-collectives-")) if layout.gpus else None
+        self._dumps = _folder_for_dumps() if layout.gpus else None
         self._workers = [
             self._start(task, start, local_rank, store if local_rank == 0 else None)
             for local_rank in range(layout.num_processes)
@@ -598,6 +619,14 @@ class Crew:
             "pid": worker.process.pid,
             "log": str(self._logs.path(worker.rank)),
         }
+
+
+def _folder_for_dumps() -> Path | None:
+    try:
+        return Path(tempfile.mkdtemp(prefix="drivetrain-collectives-"))
+    except OSError as error:
+        without(Path(tempfile.gettempdir()), error)
+        return None
 
 
 def _state_of(pid: int) -> str:
