@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -245,6 +246,40 @@ def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(DrivetrainError, match="is not a run of drivetrain"):
         RunFolder.claim(tmp_path, "mine", JOB)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+# Claims a folder, and is killed before the n-th thing that it does to files.
+CLAIM_UNTIL_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from drivetrain.core.run_folder import RunFolder
+left = int(sys.argv[1])
+def kill(event, arguments):
+    global left
+    left -= event in ("open", "os.mkdir", "os.rename", "os.remove", "fcntl.lockf")
+    if left == 0:
+        left = -1  # the kill is such an event, too
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(kill)
+RunFolder.claim(Path(sys.argv[1]), "mine", {"seed": 1, "global_batch": 8, "num_steps": 10})
+os._exit(0)
+"""
+
+
+def test_a_kill_while_a_folder_is_made_does_not_keep_its_name(tmp_path: Path) -> None:
+    left = set[tuple[str, ...]]()
+    for moment in range(1, 100):
+        command = [sys.executable, "-c", CLAIM_UNTIL_KILLED, str(moment)]
+        if not (code := subprocess.run(command, cwd=tmp_path, timeout=240, check=False).returncode):
+            break
+        assert code == -signal.SIGKILL
+        folder = tmp_path / str(moment) / "mine"
+        left.add(tuple(sorted(path.name for path in folder.iterdir())) if folder.exists() else ())
+        claimed = RunFolder.claim(tmp_path / str(moment), "mine", JOB)
+        assert read_job(claimed.path) == JOB
+        assert sorted(path.name for path in claimed.path.iterdir()) == [".lock", "job.yaml"]
+        claimed.close()
+    assert left >= {(), (".lock",), (".job.yaml.tmp", ".lock")}
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

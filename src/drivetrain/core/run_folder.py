@@ -46,6 +46,9 @@ _HISTORY = "extensions"  # in job.yaml: how a run came to be longer than it was 
 FORK = "fork.json"  # of a run that began with a checkpoint of another one
 _UNCHANGED_IN_FORK = ("num_samples", "global_batch", "order")  # a step is a place in the data by these
 CERTIFICATE = "certificate.json"  # of `drivetrain prove`; it may be there before the run
+_DRAFT = ".{}.tmp"  # the name that a file has while it is written
+# In a folder without a job: from before the run, or left by a start that was killed while it made the folder.
+_BEFORE_A_JOB = (_LOCK, CERTIFICATE, _DRAFT.format(_JOB), _DRAFT.format(CERTIFICATE))
 
 
 def problem_with_name(name: object) -> str:
@@ -148,7 +151,7 @@ class RunFolder:
         if (
             path.exists()
             and not (path / _JOB).exists()
-            and any(entry.name not in (_LOCK, CERTIFICATE) for entry in path.iterdir())
+            and any(entry.name not in _BEFORE_A_JOB for entry in path.iterdir())
         ):
             raise DrivetrainError(
                 f"{path} already exists and is not a run of drivetrain; it is left as it is",
@@ -318,7 +321,7 @@ def write_atomically(path: Path, content: str | bytes, writer: str = "") -> Path
         content: all of it.
         writer: a suffix that tells apart processes which may write it at the same time.
     """
-    temporary = path.with_name(f".{path.name}{writer}.tmp")
+    temporary = path.with_name(_DRAFT.format(path.name + writer))
     data = content.encode() if isinstance(content, str) else content
     try:
         with temporary.open("wb") as file:
