@@ -236,6 +236,45 @@ def test_one_machine_is_a_world_of_one(environ: dict[str, str]) -> None:
     assert by_environment(LaunchOptions(), environ).nodes == "1"
 
 
+BATCH = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+INTERACTIVE = {**BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
+
+
+@pytest.mark.parametrize("environ", [BATCH, INTERACTIVE], ids=["sbatch", "salloc"])
+def test_training_alone_in_a_job_of_several_tasks_is_told_once(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("drivetrain.core.launchers._alone", set())
+    assert World.detect(environ).size == 1
+    assert World.detect(environ).size == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "4 tasks (SLURM_NTASKS=4)" in line
+    assert "trains alone" in line
+    assert "`srun python train.py` uses them all" in line
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {**SRUN, "SLURM_NTASKS": "4"},
+        {**BATCH, "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "1"},  # srun -n 1
+        {**BATCH, "SLURM_NTASKS": "1"},
+        {name: value for name, value in BATCH.items() if name != "SLURM_NTASKS"},
+        {**BATCH, **OPEN_MPI},
+        {**BATCH, **STANDARD, "DRIVETRAIN_LAUNCHED": "1"},
+        {**BATCH, "RANK": "0", "WORLD_SIZE": "1"},  # meant
+        without_launcher(BATCH),
+        without_launcher({**SRUN, "SLURM_NTASKS": "4"}),
+    ],
+)
+def test_who_does_not_train_alone_is_not_told(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("drivetrain.core.launchers._alone", set())
+    World.detect(environ)
+    assert capsys.readouterr().err == ""
+
+
 def test_hosts_that_are_no_list() -> None:
     with pytest.raises(DrivetrainError, match="SM_HOSTS is 'algo-1'"):
         World.detect({"SM_HOSTS": "algo-1"})

@@ -242,7 +242,7 @@ def find_place(environ: Mapping[str, str] | None = None) -> ProcessPlace:
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without any launcher's variables, for a process that runs alone."""
-    meant = {"MASTER_ADDR", "MASTER_PORT", *_OF_MACHINES}
+    meant = {"MASTER_ADDR", "MASTER_PORT", _SLURM_TASKS, *_OF_MACHINES}
     for names in _TABLE:
         meant |= {names.mark, names.rank, names.size, names.local_rank, names.local_size}
     return {name: value for name, value in environ.items() if name not in meant}
@@ -410,6 +410,26 @@ def refuse_alone(place: ProcessPlace, environ: Mapping[str, str] | None = None) 
         "train alone",
         remedy="run `drivetrain launch train.py` on each machine, which reads these variables (a recipe: `drivetrain "
         "train NAME --num-processes N`); or, for a separate job on each, set RANK=0 and WORLD_SIZE=1",
+    )
+
+
+_SLURM_TASKS = "SLURM_NTASKS"  # of the job, where it asked for a number; a step has a variable of its own
+_FIRST_OWN_STEP = 0xFFFFFFF0  # numbers of steps from here on are SLURM's own, such as the shell of `salloc`
+_alone = set[str]()  # the jobs of which it was told
+
+
+def tell_alone(place: ProcessPlace, environ: Mapping[str, str] | None = None) -> None:
+    """Tell once that this process trains alone, where SLURM has tasks for more and nothing started them."""
+    environ = os.environ if environ is None else environ
+    tasks, step = environ.get(_SLURM_TASKS, ""), environ.get("SLURM_STEP_ID", "")
+    is_of_step = place.launcher != "python" and not (place.launcher == "srun" and _count(step) >= _FIRST_OWN_STEP)
+    job = environ.get("SLURM_JOB_ID", "")
+    if is_of_step or place.size > 1 or not job or _count(tasks) < 2 or job in _alone:
+        return
+    _alone.add(job)
+    notice(
+        f"the SLURM job {job} has {tasks} tasks ({_SLURM_TASKS}={tasks}), but nothing started them: this process "
+        "trains alone, on one of them. `srun python train.py` uses them all"
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.launchers import ProcessPlace, find_place, refuse_alone
+from drivetrain.core.launchers import ProcessPlace, find_place, refuse_alone, tell_alone
 
 T = TypeVar("T")
 
@@ -112,10 +112,12 @@ class World:
     def detect(environ: Mapping[str, str] | None = None) -> ProcessPlace:
         """Return the launcher of this process, and its ranks. Joins nothing.
 
-        Raises where a scheduler says that there are several machines, and this process would train alone on one.
+        Raises where a scheduler says that there are several machines, and this process would train alone on one; tells
+        of a job of SLURM whose other tasks were not started.
         """
         place = find_place(environ)
         refuse_alone(place, environ)
+        tell_alone(place, environ)
         return place
 
     @property
