@@ -342,10 +342,12 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def job(**changes: Any) -> Job:
+    generator = torch.Generator().manual_seed(0)  # the same data on each rank, whatever its process has drawn before
+    inputs = torch.randn(800, 6, generator=generator)
     values: dict[str, Any] = {
         "name": "ill",
         "model": lambda: nn.Linear(6, 4),
-        "data": TensorDataset(torch.randn(800, 6), torch.randint(0, 4, (800,))),
+        "data": TensorDataset(inputs, torch.randint(0, 4, (800,), generator=generator)),
         "loss": loss,
         "optimizer": lambda groups: torch.optim.SGD(groups, lr=0.01),
         "global_batch": 8,
