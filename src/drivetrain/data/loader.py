@@ -423,8 +423,7 @@ class Loader:
             following = chain([first], islice(workers, len(step.parts) - 1))
             parts = (_micro_batch(_batch(found), step.parts, number) for number, found in enumerate(following))
             yield step, parts
-            for _ in parts:  # of a step that was not used up
-                pass
+            deque(parts, maxlen=0)  # of a step that was not used up
 
     def _start_workers(self, keys: "_Keys", steps: RankSteps, number: int) -> Iterator[Any] | None:
         reason = _cannot_be_found_by_workers(self.source, self._collate)
