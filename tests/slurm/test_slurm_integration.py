@@ -45,6 +45,18 @@ def test_a_job_trains_under_srun_alone(cluster: Cluster, tmp_path: Path) -> None
     assert said.count("finished 6") == 2, said
 
 
+@pytest.mark.parametrize(("start", "tells"), [("", True), ("srun ", False)], ids=["python", "srun python"])
+def test_training_alone_in_a_job_of_several_tasks_is_told(
+    cluster: Cluster, tmp_path: Path, start: str, tells: bool
+) -> None:
+    batch, log = tmp_path / "job.sh", tmp_path / "log"
+    batch.write_text(f"#!/bin/sh\n{start}{sys.executable} {SCRIPT} {tmp_path} 3\n")
+    job = cluster.call("sbatch", "--parsable", "-N2", "-n2", f"--output={log}", str(batch)).strip()
+    cluster.until(lambda: cluster.state(job).get("JobState") in ("COMPLETED", "FAILED"), "the end", 200)
+    assert log.read_text().count("finished 3") == (1 if tells else 2), log.read_text()
+    assert ("has 2 tasks (SLURM_NTASKS=2)" in log.read_text()) == tells
+
+
 def test_saved_on_the_signal_requeued_and_finished_to_the_same_bits(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
