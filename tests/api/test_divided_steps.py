@@ -131,12 +131,13 @@ def looped(
     norm: bool = False,
     closure: bool = False,
     collate: Callable[[list[Tensor]], Tensor] = torch.stack,
+    lengths: Tensor = LENGTHS,
 ) -> Tensor:
     torch.manual_seed(0)
     first = nn.Linear(5, 6)
     model = nn.Sequential(spectral_norm(first) if norm else first, nn.Tanh(), nn.Linear(6, 5)).double()
     data = torch.randn(16, 5, dtype=torch.float64)
-    data[:, 0] = LENGTHS
+    data[:, 0] = lengths
     make = torch.optim.LBFGS if closure else torch.optim.SGD
     optimizer = make(model.parameters(), lr=0.01, **({"max_iter": 2} if closure else {}))
     config = dt.configure(output_dir=folder, batch_size=micro_batch, gpu_mode="cpu", report=False)
@@ -252,6 +253,70 @@ def test_a_sum_of_thousands_of_terms_is_looked_at_soon(
         return total if divisor == 1 else total / divisor
 
     assert all("--loss-weighting sum" in line for line in told(tmp_path, capsys, term_by_term, 4))
+
+
+def of_what_is_there(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - batch)[is_there(batch).any(1)].square().sum()
+
+
+def mean_or_nothing(model: nn.Module, batch: Tensor) -> Tensor:
+    there, out = is_there(batch), model(batch)
+    return (out - batch)[there].square().mean() if there.any() else 0 * out.sum()
+
+
+def pairs_or_nothing(model: nn.Module, batch: Tensor) -> Tensor:
+    there, out = is_there(batch).any(1), model(batch)
+    return (functional.mse_loss(out, batch).sqrt() if there.any() else 0 * out.sum()).mean()
+
+
+def labels_or_nothing(model: nn.Module, batch: Tensor) -> Tensor:
+    labels = torch.where(torch.arange(5) < batch[:, :1], batch.argsort(1), -100)[:, 0]
+    out = model(batch)
+    return functional.cross_entropy(out, labels) if (labels >= 0).any() else 0 * out.sum()
+
+
+SHOWN_LATE = {
+    "like a sum": of_what_is_there,
+    "is a mean over": mean_or_nothing,
+    "compares the samples": pairs_or_nothing,
+    "labels that are not ignored": labels_or_nothing,
+}
+
+
+@pytest.mark.parametrize("words", SHOWN_LATE)
+def test_batches_that_count_nothing_leave_it_open_what_a_loss_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    """The first three answered it, if only by what they did not show, so a sum went on as a mean in silence."""
+    lengths = torch.tensor([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 2, 1, 0, 5, 5])
+    assert any(words in line for line in told(tmp_path / "divided", capsys, SHOWN_LATE[words], 2, lengths=lengths))
+    assert told(tmp_path / "whole", capsys, SHOWN_LATE[words], 8, lengths=lengths) == []
+
+
+def test_steps_that_are_divided_later_are_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps in one batch used up the looks, so nothing was said of a global batch that grows."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD((model := nn.Linear(5, 5)).parameters(), lr=0.01)
+    config = dt.configure(output_dir=tmp_path, gpu_mode="cpu", report=False, batch_size=4)
+    data, sizes = torch.randn(48, 5), {0: 4, 4: 8}
+    run = dt.drive(model, optimizer, data, name="grows", global_batch=sizes, epochs=1, config=config)
+    for batch in run:
+        run.backward((model(batch) - batch).square().sum())
+        run.step()
+    assert capsys.readouterr().out.count("looks like a sum over its batch") == 1
+
+
+def test_parts_of_a_loss_are_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a dictionary nothing was said, whatever its parts were."""
+    for number, loss in enumerate([pairs, OVER_OTHERS["a sum by its mask"], hardest]):
+        for micro_batch in (4, 8):
+            named = told(
+                tmp_path / f"{number} {micro_batch}",
+                capsys,
+                lambda model, batch, loss=loss: {"first": MEANS["plain"](model, batch), "other": loss(model, batch)},  # type: ignore[misc]
+                micro_batch,
+            )
+            assert len(named) == (micro_batch == 4)
 
 
 def test_buffers_that_each_forward_changes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -404,8 +404,10 @@ class DivisionWatch:
         self._num_left = COUNTED_STEPS if session.weighting.reason == "not measured" else 0
         self._buffers: dict[str, tuple[Tensor, int]] = {}  # with their versions, before a batch is computed
         self._outputs = _Outputs(model) if is_called and not session.holds_parts else None
-        self._positive: list[Tensor] | None = None  # each `pos_weight` of the first batch
-        self._counts: list[tuple[int, list[float]]] = []  # of each batch: its samples, and what its means are over
+        self._positive: dict[str, list[Tensor]] = {}  # by part of the loss, each `pos_weight` of the batch before
+        # By part of the loss, of each batch that shows something: its samples, and what its means are over.
+        self._counts: dict[str, list[tuple[int, list[float]]]] = {}
+        self._is_first = True
         self._told = set[str]()
 
     def begin(self, micro: MicroBatch) -> None:
@@ -424,9 +426,8 @@ class DivisionWatch:
     def judge(self, micro: MicroBatch, loss: Tensor | LossSum | NamedLosses) -> None:
         """Say why the batches of a step together are not the whole one, if they are not."""
         if not self._is_divided(micro):
-            self._num_left = max(0, self._num_left - 1)
             return
-        is_first, self._num_left = self._num_left == COUNTED_STEPS, self._num_left - 1
+        is_first, self._is_first = self._is_first, False
         lines: dict[str, str] = {}
         if is_first and couples_samples(self._model):
             lines["norm"] = (
@@ -447,7 +448,17 @@ class DivisionWatch:
                 f"each forward pass changes {', '.join(changed[:3])}{', …' if changed[3:] else ''}, {COUPLED}. Keep a "
                 "step in one batch (--batch-size), or change it once per step in a hook, dt.every(1, …)"
             )
-        lines |= self._about_loss(micro, loss, is_first=is_first)
+        parts = loss if isinstance(loss, Mapping) else {"": loss}
+        for name, part in parts.items():
+            lines |= {f"{kind} {name}": line for kind, line in self._about_loss(micro, name, part).items()}
+        if self._are_coupled(micro, [_total_of(part) for part in parts.values()]):
+            lines["coupled"] = (
+                f"it compares the samples of a batch with each other, as contrastive losses, roots of a mean and the "
+                f"choice of the hardest samples do, {COUPLED}. Keep a step in one batch, on one process: --batch-size "
+                "as large as the global batch"
+            )
+        # A batch that counts nothing, whose labels are all ignored, leaves open what the next ones may show.
+        self._num_left -= micro.weight > 0 and any(map(_shows_something, parts.values()))
         for kind, line in lines.items():
             if kind not in self._told:
                 self._told.add(kind)
@@ -461,60 +472,61 @@ class DivisionWatch:
         now = _buffers_but_of_norms(self._model) if before else {}
         return [name for name, (it, version) in before.items() if name in now and _differs(now[name], it, version)]
 
-    def _about_loss(self, micro: MicroBatch, loss: Any, *, is_first: bool) -> dict[str, str]:
+    def _about_loss(self, micro: MicroBatch, name: str, loss: Any) -> dict[str, str]:
         found: dict[str, str] = {}
+        total = _total_of(loss)
+        now = positive_weights(total) if isinstance(total, Tensor) else []
+        before, self._positive[name] = self._positive.get(name, []), now
+        if any(it.shape == was.shape and not torch.equal(it, was) for it, was in zip(now, before, strict=False)):
+            found["positive"] = (
+                f"its pos_weight is computed from each batch, {COUPLED}. Compute it once, from all labels"
+            )
+        if not isinstance(loss, Tensor):
+            return found
         sizes = max(1, micro.num_samples), self._step_samples
-        if isinstance(loss, Tensor) and sums_normalized_weights(loss, sizes[0]):
+        is_open = name not in self._counts and micro.weight > 0 and _shows_something(loss)
+        it = f"its part {name}" if name else "it"
+        by_count = "Keep a step in one batch (--batch-size), or give run.backward the sum of its parts as"
+        by_count = f"{by_count} one dt.LossSum(sum, count)" if name else "run.backward(dt.LossSum(sum, count))"
+        if sums_normalized_weights(loss, sizes[0]):
             found["means"] = (
-                "it is a sum over weights that add up to 1 in each batch, so what a sample counts depends on how a "
-                "step is divided. run.backward(dt.LossSum(sum, count)) divides by the count: give it the sum over the "
-                "weights as they are before, and their sum"
+                f"{it} is a sum over weights that add up to 1 in each batch, so what a sample counts depends on how a "
+                f"step is divided. {by_count} divides by the count: give it the sum over the weights as they are "
+                "before, and their sum"
             )
-        elif is_first and isinstance(loss, Tensor) and looks_like_a_sum(loss, *sizes):
+        elif is_open and looks_like_a_sum(loss, *sizes):
             found["sum"] = (
-                "it looks like a sum over its batch, and is taken for a mean, so its gradients depend on how many "
+                f"{it} looks like a sum over its batch, and is taken for a mean, so its gradients depend on how many "
                 "batches a step is divided into. --loss-weighting sum adds them up, as in a loop without "
-                "micro-batches; run.backward(dt.LossSum(sum, count)) divides by the count"
+                f"micro-batches; {by_count} divides by the count"
             )
-        if isinstance(loss, Tensor) and leaves_labels_out(loss):
-            self._num_left = 0
+        taken = "and is taken for a mean over samples, so its gradients depend on how a step is divided"
+        if leaves_labels_out(loss):
             means = label_means([loss])
             over, ignored = "labels that are not ignored", next(iter(means.ignored), -100)
             count = f"(labels != {ignored}).sum()"
             if means.classes:
                 over, count = "class weights", f"weights[labels[labels != {ignored}]].sum()"
             found["labels"] = (
-                f"it is a mean over {over}, and is taken for a mean over samples, so its gradients depend on how a "
-                "step is divided. run.backward(dt.LossSum(sum, count)) divides by the count: "
+                f"{it} is a mean over {over}, {taken}. {by_count} divides by the count: "
                 f'cross_entropy(…, reduction="sum") and {count}'
             )
-        elif isinstance(loss, Tensor) and (unlike := self._unlike_means(micro, loss)):
-            found["means"] = (
-                f"it is a mean over {unlike}, and is taken for a mean over samples, so its gradients depend on how a "
-                "step is divided. run.backward(dt.LossSum(sum, count)) divides by the count"
-            )
-        total = loss.total if isinstance(loss, LossSum) else loss
-        now = positive_weights(total) if isinstance(total, Tensor) else []
-        before, self._positive = self._positive, now
-        if any(it.shape == was.shape and not torch.equal(it, was) for it, was in zip(now, before or (), strict=False)):
-            found["positive"] = (
-                f"its pos_weight is computed from each batch, {COUPLED}. Compute it once, from all labels"
-            )
-        is_chosen = isinstance(total, Tensor) and _chooses_samples(total, micro.num_samples)
-        if self._outputs is not None and isinstance(total, Tensor):
-            is_chosen |= self._outputs.meet_in(total, micro.num_samples)
-        if is_chosen:
-            found["coupled"] = (
-                f"it compares the samples of a batch with each other, as contrastive losses, roots of a mean and the "
-                f"choice of the hardest samples do, {COUPLED}. Keep a step in one batch, on one process: --batch-size "
-                "as large as the global batch"
-            )
+        elif unlike := self._unlike_means(micro, name, loss):
+            found["means"] = f"{it} is a mean over {unlike}, {taken}. {by_count} divides by the count"
         return found
 
-    def _unlike_means(self, micro: MicroBatch, loss: Tensor) -> str:
+    def _are_coupled(self, micro: MicroBatch, totals: Sequence[Any]) -> bool:
+        """Return whether samples meet in a loss, or in one of its parts."""
+        tensors = [it for it in totals if isinstance(it, Tensor)]
+        is_chosen = any(_chooses_samples(it, micro.num_samples) for it in tensors)
+        if self._outputs is not None and tensors:
+            is_chosen |= self._outputs.meet_in(sum(tensors[1:], tensors[0]), micro.num_samples)
+        return is_chosen
+
+    def _unlike_means(self, micro: MicroBatch, name: str, loss: Tensor) -> str:
         """Return in words how the numbers of values differ that a mean is over in batches of as many samples."""
         now = micro.num_samples, mean_counts(loss)
-        for num_samples, counts in self._counts:
+        for num_samples, counts in self._counts.get(name, ()):
             for before, after in zip(counts, now[1], strict=False) if len(counts) == len(now[1]) else ():
                 if _are_close(before, after) or _are_close(before * now[0], after * num_samples):
                     continue
@@ -522,8 +534,19 @@ class DivisionWatch:
                     return f"{before:.0f} values in a batch of {num_samples} samples and {after:.0f} in one of {now[0]}"
                 sizes = f"in a batch of {num_samples} samples and to {after:.4g} in one of {now[0]}"
                 return f"weights that add up to {before:.4g} {sizes}"
-        self._counts.append(now)
+        if micro.weight and _shows_something(loss):
+            self._counts.setdefault(name, []).append(now)
         return ""
+
+
+def _total_of(loss: Any) -> Any:
+    return loss.total if isinstance(loss, LossSum) else loss
+
+
+def _shows_something(loss: Any) -> bool:
+    """Return whether a loss tells what it is: not 0 or NaN, as that of nothing but ignored labels. The host waits."""
+    total = _total_of(loss)
+    return not isinstance(total, Tensor) or bool(((total != 0) & total.isfinite()).any())
 
 
 def _are_close(one: float, other: float) -> bool:
