@@ -241,6 +241,26 @@ def test_a_sum_by_the_samples_of_the_whole_step_is_told(tmp_path: Path, capsys: 
     assert told(tmp_path / "whole", capsys, by_step, 8) == []
 
 
+def test_a_sum_over_what_a_mask_leaves_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no number of values that follows the samples, and went on as a mean in silence."""
+
+    def over_mask(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) - batch)[is_there(batch)].square().sum()
+
+    (line,) = told(tmp_path / "divided", capsys, over_mask, 4)
+    assert "--loss-weighting sum" in line
+    assert told(tmp_path / "whole", capsys, over_mask, 8) == []
+
+
+def test_as_many_labels_in_a_batch_as_samples_in_a_step_are_no_sum(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One such batch was enough for the advice to add up the batches, whatever the others were divided by."""
+    lengths = torch.tensor([1, 2, 3, 2, 5, 4, 1, 3, 2, 2, 1, 1, 4, 2, 3, 5])  # 8 in the first batch
+    (line,) = told(tmp_path, capsys, BY_WEIGHTS["a sum of torch's"], 4, lengths=lengths)
+    assert "it is a mean over 8 values" in line
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("divisor", [1, 8])
 def test_a_sum_of_thousands_of_terms_is_looked_at_soon(

@@ -407,6 +407,7 @@ class DivisionWatch:
         self._positive: dict[str, list[Tensor]] = {}  # by part of the loss, each `pos_weight` of the batch before
         # By part of the loss, of each batch that shows something: its samples, and what its means are over.
         self._counts: dict[str, list[tuple[int, list[float]]]] = {}
+        self._are_sums: dict[str, list[bool]] = {}  # by part of the loss, of the first two of these batches
         self._is_first = True
         self._told = set[str]()
 
@@ -484,7 +485,9 @@ class DivisionWatch:
         if not isinstance(loss, Tensor):
             return found
         sizes = max(1, micro.num_samples), self._step_samples
-        is_open = name not in self._counts and micro.weight > 0 and _shows_something(loss)
+        answers = self._are_sums.setdefault(name, [])
+        if len(answers) < 2 and micro.weight and _shows_something(loss):
+            answers.append(looks_like_a_sum(loss, *sizes))
         it = f"its part {name}" if name else "it"
         by_count = "Keep a step in one batch (--batch-size), or give run.backward the sum of its parts as"
         by_count = f"{by_count} one dt.LossSum(sum, count)" if name else "run.backward(dt.LossSum(sum, count))"
@@ -494,7 +497,7 @@ class DivisionWatch:
                 f"step is divided. {by_count} divides by the count: give it the sum over the weights as they are "
                 "before, and their sum"
             )
-        elif is_open and looks_like_a_sum(loss, *sizes):
+        elif answers == [True, True]:  # of one batch, the samples of a step may be its number of labels by chance
             found["sum"] = (
                 f"{it} looks like a sum over its batch, and is taken for a mean, so its gradients depend on how many "
                 "batches a step is divided into. --loss-weighting sum adds them up, as in a loop without "

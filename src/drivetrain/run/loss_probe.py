@@ -275,7 +275,8 @@ def looks_like_a_sum(loss: Tensor, num_samples: int, step_samples: int) -> bool:
     Means, terms that are divided, and sums over anything else, such as weights, are none. One that is divided by
     `step_samples`, the samples of the whole step, is a sum: its batches add up to the mean.
     """
-    nodes: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)] if loss.grad_fn is not None else []
+    # With what each is multiplied by: NaN where it is by nothing, since a sum of one value would look like its mean.
+    nodes: list[tuple[Any, float]] = [(loss.grad_fn, math.nan)] if loss.grad_fn is not None else []
     has_sum, num_left = False, _MOST_TERMS  # terms that share parts come by again and again
     while nodes:
         if (num_left := num_left - 1) < 0:
@@ -284,12 +285,15 @@ def looks_like_a_sum(loss: Tensor, num_samples: int, step_samples: int) -> bool:
         is_by_step = step_samples != num_samples and _divisor(node) == step_samples
         if _is_linear(node) or is_by_step:
             by = None if is_by_step else getattr(node, "_saved_other", None)
-            factor *= 1.0 if by is None or by.numel() != 1 else abs(float(by))
+            if by is not None and by.numel() == 1:
+                factor = abs(float(by)) * (1.0 if math.isnan(factor) else factor)
             nodes += [(other, factor) for other, _ in node.next_functions if other is not None]
             continue
         sizes = list(getattr(node, "_saved_self_sym_sizes", ()) if node.name() == "SumBackward0" else [num_samples])
         is_sum = node.name() == "SumBackward0" or getattr(node, "_saved_reduction", 1) == 2
-        if not is_sum or not sizes or sizes[0] == 0 or sizes[0] % num_samples or _is_over_weights(node):
+        if not is_sum or not sizes or sizes[0] == 0 or _is_over_weights(node):
+            return False
+        if sizes[0] % num_samples and not _is_over_selected(node):
             return False
         if any(math.isclose(factor * number, 1.0, rel_tol=0.01) for number in (sizes[0], math.prod(sizes))):
             return False  # what it is multiplied by makes it a mean
@@ -306,6 +310,18 @@ def _is_over_weights(node: Any) -> bool:
         node = others[0]
         if node.name() == "torch::autograd::AccumulateGrad":
             return True
+    return False
+
+
+def _is_over_selected(node: Any) -> bool:
+    """Return whether a sum is over what a mask has chosen: as many values as there are, whatever the samples are."""
+    for _ in range(_NODES_LOOKED_AT):
+        if node.name() in ("IndexBackward0", "MaskedSelectBackward0"):
+            return True
+        others = [other for other, _ in node.next_functions if other is not None]
+        if len(others) != 1:
+            return False
+        node = others[0]
     return False
 
 
