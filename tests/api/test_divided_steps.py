@@ -60,6 +60,18 @@ def hardest(model: nn.Module, batch: Tensor) -> Tensor:
     return functional.mse_loss(model(batch), batch, reduction="none").mean(1).topk(2).values.mean()
 
 
+def median(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - batch).square().sum(1).median()
+
+
+def worst(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - batch).abs().sum(1).max()
+
+
+def best_of_each_number(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - batch).abs().min(0).values.mean()
+
+
 def hardest_sorted(model: nn.Module, batch: Tensor) -> Tensor:
     return (model(batch) - batch).square().sum(1).sort(descending=True).values[:2].mean()
 
@@ -67,6 +79,9 @@ def hardest_sorted(model: nn.Module, batch: Tensor) -> Tensor:
 COMPARES = {
     "the hardest": hardest,
     "the hardest, sorted": hardest_sorted,
+    "the worst": worst,
+    "the best of each number": best_of_each_number,
+    "a median": median,
     "pairs": pairs,
     "views in one batch": views_in_one_batch,
     "a root of a mean": lambda model, batch: functional.mse_loss(model(batch), batch).sqrt(),
@@ -108,6 +123,10 @@ def given_gradients(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 MEANS = {
+    "the largest of each sample": lambda model, batch: (model(batch) - batch).abs().max(1).values.mean(),
+    "scaled by the largest weight": lambda model, batch: (
+        functional.mse_loss(model(batch), batch) * next(model.parameters())[:4].abs().max()
+    ),
     "gradients that the loop computes": given_gradients,
     "the best of each sample": lambda model, batch: model(batch).topk(2).values.mean(),
     "plain": lambda model, batch: functional.mse_loss(model(batch), batch),
@@ -228,6 +247,24 @@ def test_a_weight_of_the_positive_that_each_batch_has_is_told(
     assert "its pos_weight is computed from each batch" in line
     assert told(tmp_path / "whole", capsys, balanced, 8) == []
     assert told(tmp_path / "of all", capsys, lambda *given: balanced(*given, LENGTHS), 4) == []
+
+
+@pytest.mark.parametrize("correction", [0, 1])
+def test_advantages_that_each_batch_normalizes_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], correction: int
+) -> None:
+    """They have no gradient, so that nothing was seen of samples that meet in them."""
+
+    def clipped(model: nn.Module, batch: Tensor, of: Tensor | None = None) -> Tensor:
+        returns, others = batch[:, 0], batch[:, 0] if of is None else of.double()
+        advantages = (returns - others.mean()) / (others.std(correction=correction) + 1e-8)
+        ratio = model(batch)[:, 0].exp()
+        return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+    (line,) = told(tmp_path / "divided", capsys, clipped, 4)
+    assert "normalized advantages" in line
+    assert told(tmp_path / "whole", capsys, clipped, 8) == []
+    assert told(tmp_path / "of all", capsys, lambda *given: clipped(*given, LENGTHS), 4) == []
 
 
 def test_a_sum_by_the_samples_of_the_whole_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

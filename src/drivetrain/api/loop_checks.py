@@ -28,6 +28,8 @@ from drivetrain.loop.trainer import COUNTED_STEPS
 from drivetrain.run import Session
 from drivetrain.run.loss_probe import (
     graph_nodes,
+    has_standardized_weights,
+    is_over_weights,
     label_means,
     leaves_labels_out,
     looks_like_a_sum,
@@ -497,6 +499,12 @@ class DivisionWatch:
                 f"step is divided. {by_count} divides by the count: give it the sum over the weights as they are "
                 "before, and their sum"
             )
+        elif has_standardized_weights(loss, sizes[0]):
+            found["means"] = (
+                f"{it} weights its samples with numbers whose mean is 0 and whose deviation is 1 in each batch, as "
+                f"normalized advantages, {COUPLED}. Normalize them before, over all samples or with a mean and a "
+                "deviation that move once per step, or keep a step in one batch (--batch-size)"
+            )
         elif answers == [True, True]:  # of one batch, the samples of a step may be its number of labels by chance
             found["sum"] = (
                 f"{it} looks like a sum over its batch, and is taken for a mean, so its gradients depend on how many "
@@ -658,12 +666,19 @@ def _nearest(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
     return list(nearest.values())
 
 
+_CHOOSING = ("Topk", "Sort", "Max", "Min", "Median", "Nanmedian", "Kthvalue")  # in the names of graph nodes
+
+
 def _chooses_samples(loss: Tensor, num_samples: int) -> bool:
-    """Return whether the loss sorts the samples of its batch, as to take the hardest of them."""
+    """Return whether the loss chooses among the samples of its batch, as to take the hardest of them, or a median."""
     for node in graph_nodes([loss], through=lambda node: True, most=_MOST_NODES):
-        if num_samples > 1 and node.name() in ("TopkBackward0", "SortBackward0"):
-            sizes, dimension = node._saved_self_sym_sizes, node._saved_dim
-            if sizes[0] == num_samples and dimension in (0, *((2**64 - 1, -1) if len(sizes) == 1 else ())):
+        if num_samples > 1 and node.name().partition("Backward")[0] in _CHOOSING:
+            dimension = getattr(node, "_saved_dim", None)  # None: among all values
+            if dimension is None and not is_over_weights(node) and hasattr(node, "_saved_self"):
+                sizes, dimension = node._saved_self.shape, 0
+            else:
+                sizes = getattr(node, "_saved_self_sym_sizes", ())
+            if sizes[:1] and sizes[0] == num_samples and dimension in (0, *((2**64 - 1, -1) * (len(sizes) == 1))):
                 return True
     return False
 

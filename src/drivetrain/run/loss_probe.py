@@ -286,12 +286,12 @@ def looks_like_a_sum(loss: Tensor, num_samples: int, step_samples: int) -> bool:
         if _is_linear(node) or is_by_step:
             by = None if is_by_step else getattr(node, "_saved_other", None)
             if by is not None and by.numel() == 1:
-                factor = abs(float(by)) * (1.0 if math.isnan(factor) else factor)
+                factor = abs(float(by.detach())) * (1.0 if math.isnan(factor) else factor)
             nodes += [(other, factor) for other, _ in node.next_functions if other is not None]
             continue
         sizes = list(getattr(node, "_saved_self_sym_sizes", ()) if node.name() == "SumBackward0" else [num_samples])
         is_sum = node.name() == "SumBackward0" or getattr(node, "_saved_reduction", 1) == 2
-        if not is_sum or not sizes or sizes[0] == 0 or _is_over_weights(node):
+        if not is_sum or not sizes or sizes[0] == 0 or is_over_weights(node):
             return False
         if sizes[0] % num_samples and not _is_over_selected(node):
             return False
@@ -301,7 +301,7 @@ def looks_like_a_sum(loss: Tensor, num_samples: int, step_samples: int) -> bool:
     return has_sum
 
 
-def _is_over_weights(node: Any) -> bool:
+def is_over_weights(node: Any) -> bool:
     """Return whether a sum is over what was computed from weights alone: a penalty, or gradients given as a loss."""
     for _ in range(_NODES_LOOKED_AT):
         others = [other for other, _ in node.next_functions if other is not None]
@@ -416,6 +416,25 @@ def sums_normalized_weights(loss: Tensor, num_samples: int) -> bool:
             weights = [it for it in saved if it is not None and not it.requires_grad and it.shape[:1] == (num_samples,)]
             if num_samples > 1 and any(math.isclose(float(it.sum()), 1.0, rel_tol=1e-4) for it in weights):
                 return True
+    return False
+
+
+_ELEMENTWISE = {"MeanBackward0", "SumBackward0", "DivBackward0", "MinimumBackward0", "MaximumBackward0"}
+
+
+def has_standardized_weights(loss: Tensor, num_samples: int) -> bool:
+    """Return whether a loss is weighted by numbers that were normalized over its batch. The host waits for the device.
+
+    Their mean is 0 and their deviation 1. A batch of two would have no others.
+    """
+    for node in graph_nodes([loss], through=lambda node: _is_linear(node) or node.name() in _ELEMENTWISE):
+        if node.name() == "MulBackward0" and num_samples > 2:
+            for it in (node._saved_self, node._saved_other):
+                if it is None or it.requires_grad or it.shape[:1] != (num_samples,) or it.numel() != num_samples:
+                    continue
+                mean, *deviations = it.mean(), it.std(), it.std(correction=0)
+                if abs(mean) < 1e-4 and any(abs(deviation - 1) < 1e-3 for deviation in deviations):
+                    return True
     return False
 
 
