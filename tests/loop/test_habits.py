@@ -210,6 +210,60 @@ def test_what_a_hook_keeps_is_told(
     assert not words or words in told[0]
 
 
+class Scheduled(dt.Hook):
+    """Sets the rate of a dropout late in training, and where a run is resumed if it is asked to."""
+
+    every = 1
+
+    def __call__(self, context: dt.StepContext) -> None:  # type: ignore[override]
+        context.model.drop.p = 0.0 if context.step < 5 else 0.3  # type: ignore[union-attr]
+
+
+class Restoring(Scheduled):
+    def check(self, context: dt.StepContext) -> None:
+        self(context)
+
+
+def switch_on(context: dt.StepContext) -> None:
+    context.model.is_warm = True  # type: ignore[assignment]
+
+
+def run_it(context: dt.StepContext) -> None:
+    context.model(torch.zeros(99, 4))
+
+
+@pytest.mark.parametrize(
+    ("hook", "name", "words"),
+    [
+        (Scheduled(), "Undropped", "Scheduled has changed drop.p of the model"),
+        (Restoring(), "Undropped", ""),
+        (dt.every(3, switch_on), "Undropped", "switch_on has changed is_warm of the model"),
+        (dt.every(1, run_it), "Noting", ""),
+    ],
+)
+def test_settings_of_the_model_that_a_hook_changes_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hook: dt.Hook, name: str, words: str
+) -> None:
+    """No checkpoint has the rate of a dropout: a resumed run began with that of the start, and nothing said so."""
+
+    class Undropped(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop.p, self.is_warm = 0.0, False
+
+    class Noting(Model):
+        num_samples = 0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.num_samples = len(inputs)
+            return super().forward(inputs)
+
+    train(tmp_path, {"Undropped": Undropped, "Noting": Noting}[name](), hooks=[hook])
+    told = [line for line in capsys.readouterr().out.splitlines() if "has changed" in line]
+    assert len(told) == bool(words)
+    assert all(words in line for line in told)
+
+
 def test_what_a_hook_of_the_optimizer_keeps_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A resumed run scaled its gradients as the first steps did."""
 

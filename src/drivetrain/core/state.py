@@ -147,6 +147,46 @@ class CountingWatch:
         }
 
 
+class SettingsWatch:
+    """Finds settings of a model's modules that code changes between steps, such as the rate of a dropout, or a switch.
+
+    They are in no state dict: a resumed run begins with those that the model is made with.
+    """
+
+    _OF_TORCH = ("p", "dropout", "momentum", "negative_slope")  # of torch's own modules
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list[tuple[str, nn.Module, list[str] | None]]()
+        for prefix, module in model.named_modules():
+            of_torch = [name for name in self._OF_TORCH if isinstance(vars(module).get(name), float)]
+            is_own = type(module).__module__.split(".")[0] not in ("torch", "drivetrain")
+            if is_own or of_torch:
+                self._modules.append((f"{prefix}." if prefix else "", module, None if is_own else of_torch))
+        self._after, self._before = self._values(), dict[str, Any]()
+
+    def begin(self) -> None:
+        """Look at the settings, before code is called that may change them."""
+        after = self._after
+        # What forwards change is no setting: a length that was cached, which a validation of the user's changes, too.
+        self._before = {name: it for name, it in self._values().items() if name in after and after[name] == it}
+
+    def changed(self) -> list[str]:
+        """Return the names of what has changed since `begin`."""
+        self._after = self._values()
+        before = self._before
+        return [name for name, it in self._after.items() if name in before and before[name] != it == it]
+
+    def _values(self) -> dict[str, Any]:
+        """Return the numbers, switches and texts among the attributes by name; of torch's modules, a few numbers."""
+        return {
+            f"{prefix}{name}": value
+            for prefix, module, names in self._modules
+            for name, value in vars(module).items()
+            if (not name.startswith("_") and name != "training" if names is None else name in names)
+            and type(value) in (bool, int, float, str)
+        }
+
+
 _MOST_KEPT = 1000  # entries of a dictionary or list that are looked at
 _MOST_ADDED = 10**7  # numbers of a tensor: a whole data set takes seconds
 

@@ -1,7 +1,7 @@
 """Calls the hooks of a run at step boundaries, with all that they may ask for."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, Ste
 from drivetrain.core.isolation import modes_of, set_modes
 from drivetrain.core.launchers import supervision
 from drivetrain.core.metrics import Media, collecting, media_of, on_host
-from drivetrain.core.state import KeptWatch, put_away
+from drivetrain.core.state import KeptWatch, SettingsWatch, put_away
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
 from drivetrain.data.feed import DeviceFeed
@@ -170,6 +170,7 @@ class HookCalls:
         self._recorder, self._stepper, self._validation, self._average = recorder, stepper, validation, average
         self._rehearsal, self._check_model, self._freezer = rehearsal, check_model, freezer
         self._modules, self._has_told_of_modes = list(model.modules()), False
+        self._settings, self._has_told_of_settings = SettingsWatch(model), False
         self._planted: nn.Parameter | None = None
         self._has_planted = False
         self._kept, self._num_looks = KeptWatch(model), dict[int, int]()
@@ -224,6 +225,9 @@ class HookCalls:
             phase = "validation" if hook is self._validation else "hooks"
             is_watched = phase == "hooks" and getattr(hook, "changes_data", True)
             attributes = self._data.attributes() if is_watched else {}
+            is_set = phase == "hooks" and not self._has_told_of_settings
+            if is_set:
+                self._settings.begin()
             if phase == "hooks":
                 self._stepper.seed_hook(context.step, number)
             with supervision.in_phase(phase), collecting(copies=self._world.is_main) as logged:
@@ -231,6 +235,8 @@ class HookCalls:
             if phase == "hooks":
                 self._look_at_state(hook)
             is_restored = isinstance(hook, ChecksFirst) or _keeps_state(hook)
+            if is_set and (names := self._settings.changed()) and not is_restored:
+                self._tell_of_settings(hook, names)
             if attributes and (words := self._data.judge(attributes, _name(hook), is_restored=is_restored)):
                 self._recorder.event("data", notes=[words])
                 self._recorder.say(f"  data       {words}")
@@ -306,6 +312,16 @@ class HookCalls:
             self._recorder.say(
                 f"  hooks      {_name(hook)} left the model in evaluation mode: it is back in training mode"
             )
+
+    def _tell_of_settings(self, hook: Hook, names: Sequence[str]) -> None:
+        """Say once that a hook changes settings of the model, such as the rate of a dropout."""
+        self._has_told_of_settings = True
+        self._recorder.say(
+            f"  hooks      {_name(hook)} has changed {', '.join(names[:3])}{', …' if names[3:] else ''} of the model, "
+            "which no checkpoint holds: a resumed run begins with what the model is made with. Keep it in a buffer "
+            "(register_buffer), or set it in the hook's check(context), too, which comes first in each run: "
+            "context.step is then that of the checkpoint"
+        )
 
     def _companions(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the tensors kept for a parameter element by element: optimizer state and moving average."""
