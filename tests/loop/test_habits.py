@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -262,6 +263,65 @@ def test_settings_of_the_model_that_a_hook_changes_are_told(
     told = [line for line in capsys.readouterr().out.splitlines() if "has changed" in line]
     assert len(told) == bool(words)
     assert all(words in line for line in told)
+
+
+class Ending(dt.Hook):
+    """Ends the first run after five steps, as a kill would."""
+
+    every = 1
+
+    def __init__(self, folder: Path) -> None:
+        self._mark = folder / "ended"
+
+    def __call__(self, context: dt.StepContext) -> None:  # type: ignore[override]
+        if context.step == 5 and not self._mark.exists():
+            self._mark.touch()
+            raise RuntimeError("ended")
+
+
+class Silent(nn.Module):
+    """Has no dropout of torch's, and draws from the fourth step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.drop = nn.Linear(4, 1), nn.Identity()
+        self.drop.p = 0.0  # type: ignore[assignment]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        noise = torch.randn_like(inputs) if self.drop.p else 0  # type: ignore[truthy-bool]
+        result: Tensor = self.body(inputs + noise).squeeze(1)
+        return result
+
+
+class Early(Restoring):
+    def __call__(self, context: dt.StepContext) -> None:  # type: ignore[override]
+        context.model.drop.p = 0.0 if context.step < 3 else 0.3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("make", [Model, Silent])
+def test_a_run_that_draws_late_is_resumed_exactly(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+    """What drew nothing in a trial went on without keys, so a resumed run had other draws."""
+    found = []
+    for ends in (False, True):
+        torch.manual_seed(0)
+        folder = tmp_path / str(ends)
+        folder.mkdir()
+        if not ends:
+            (folder / "ended").touch()
+        else:
+            with pytest.raises(RuntimeError, match="ended"):
+                train(folder, made(make), hooks=[Early(), Ending(folder)], checkpoint_every=1)
+            torch.manual_seed(1)
+        train(folder, made(make), hooks=[Early(), Ending(folder)], checkpoint_every=1)
+        dt.export(folder / "habits", file := folder / "weights.safetensors")
+        found.append(load_file(file)["body.weight"])
+    assert torch.equal(*found)
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    model = make()
+    model.drop.p = 0.0  # type: ignore[union-attr]
+    return model
 
 
 def test_what_a_hook_of_the_optimizer_keeps_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
