@@ -490,6 +490,42 @@ def test_a_teacher_that_is_moved_with_each_batch_is_told(
     assert all("teacher.weight" in line for line in told)
 
 
+class Tempered(nn.Module):
+    """Notes down a length, as some models do, which is no setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.temperature, self.num_rows = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.0)), 1.0, 0
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.num_rows = len(batch)
+        result: Tensor = self.layers(batch) / self.temperature
+        return result
+
+
+@pytest.mark.parametrize("where", ["rate", "temperature", "before", "validation"])
+def test_settings_of_the_model_that_a_loop_changes_after_a_step_are_told(
+    tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run began with the rate of dropout that the model is made with, and nothing said so."""
+    run = driven(tmp_path, model := Tempered(), 8)
+    for batch in run:
+        if where == "before":
+            model.temperature = 1 / (1 + run.steps)
+        run.backward(functional.mse_loss(model(batch), batch))
+        run.step()
+        if run.steps == 4 and where == "rate":
+            model.layers[1].p = 0.3  # type: ignore[assignment]
+        elif where == "temperature":
+            model.temperature *= 0.9
+        elif run.steps == 4 and where == "validation":
+            model(torch.zeros(99, 5))
+    told = [line for line in capsys.readouterr().out.splitlines() if "which no checkpoint holds" in line]
+    names = {"rate": "layers.1.p", "temperature": "temperature"}
+    assert len(told) == (where in names)
+    assert all(f"it changes {names[where]} of the model after run.step()" in line for line in told)
+
+
 class Arguments:
     accum_iter = 2
     one_accumulated = 1

@@ -296,7 +296,7 @@ class Drive(DrivenProgress):
         trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
         alike = World() if session.holds_parts else session.world  # the processes that hold the same gradients
         self._gradients = GradientWatch(trained, scales_loss=session.precision.scales_loss, world=alike)
-        self._weights = WeightWatch(trained, say, may_follow=driven.puts_off_saves)
+        self._weights = WeightWatch(parts.model, trained, say, may_follow=driven.puts_off_saves)
         self._division = DivisionWatch(session, driven.loader, parts.model, say, is_called=driven.called_model is None)
         self._watch = LoopWatch(self, driven, has_turns=self._turns is not None)
         self._shares_buffers = session.world.size > 1 and session.config.distributed.broadcast_buffers
@@ -446,7 +446,7 @@ class Drive(DrivenProgress):
             outcome = self._driven.step(stepped)
             self._is_stepping = False
             self._driven.settle(begun, outcome)
-        self._weights.note()
+        self._weights.note(is_stepped=True)
 
     def _stepped_with(self, closure: Closure, begun: Begun) -> StepOutcome:
         kept, self._kept = self._kept, []

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.metrics import LossSum, NamedLosses
-from drivetrain.core.state import kept_by
+from drivetrain.core.state import SettingsWatch, kept_by
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, leaves
 from drivetrain.data.loader import Loader
@@ -825,7 +825,11 @@ class WeightWatch:
     an update by hand that stayed in a script counts in addition; after it, its checkpoint may be written already. What
     a forward pass changes is left alone.
 
+    Settings of the model, such as the rate of a dropout, are told where the loop changes them after a step: no
+    checkpoint holds them. Those that it sets before a backward it sets again where it is resumed.
+
     Args:
+        model: The model, as the loop has it.
         trained: The parameters with gradients; empty where they are sharded. Some small ones are looked at.
         say: Prints a line.
         may_follow: Whether checkpoints hold what the loop does after `run.step()`.
@@ -833,14 +837,19 @@ class WeightWatch:
 
     _MOST, _LARGEST = 16, 4096
 
-    def __init__(self, trained: Sequence[Tensor], say: Callable[[str], None], *, may_follow: bool) -> None:
+    def __init__(
+        self, model: nn.Module, trained: Sequence[Tensor], say: Callable[[str], None], *, may_follow: bool
+    ) -> None:
         self._may_follow = may_follow
+        self._settings: SettingsWatch | None = SettingsWatch(model)
         self._watched = [it for it in trained if it.numel() <= self._LARGEST][: self._MOST]
         self._say, self._copies = say, list[Tensor]()
         self._num_left = COUNTED_STEPS  # steps that are looked at
 
-    def note(self) -> None:
+    def note(self, *, is_stepped: bool = False) -> None:
         """Remember the weights where the loop gets control: after a backward, and after a step."""
+        if is_stepped and self._settings is not None:
+            self._settings.begin()
         self._copies = [it.detach().clone() for it in self._watched] if self._num_left else []
 
     def check(self, micro: MicroBatch) -> None:
@@ -865,6 +874,13 @@ class WeightWatch:
 
     def end(self, micro: MicroBatch) -> None:
         """Look at what the loop did after `run.step()`, and count a step, once its last batch is over."""
+        if self._settings is not None and (names := self._settings.changed()):
+            self._settings = None
+            self._say(
+                f"  loop       it changes {', '.join(names[:3])}{', …' if names[3:] else ''} of the model after "
+                "run.step(), which no checkpoint holds: a resumed run begins with what the model is made with. Set it "
+                "from run.steps or run.epoch before the forward of each batch, or keep it in a buffer (register_buffer)"
+            )
         if not (micro.is_last and self._may_follow):
             self.check(micro)
         self._num_left = max(0, self._num_left - micro.is_last)

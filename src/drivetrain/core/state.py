@@ -162,19 +162,19 @@ class SettingsWatch:
             is_own = type(module).__module__.split(".")[0] not in ("torch", "drivetrain")
             if is_own or of_torch:
                 self._modules.append((f"{prefix}." if prefix else "", module, None if is_own else of_torch))
-        self._after, self._before = self._values(), dict[str, Any]()
+        self._after, self._before, self._moving = self._values(), dict[str, Any](), set[str]()
 
     def begin(self) -> None:
         """Look at the settings, before code is called that may change them."""
-        after = self._after
+        self._before, after = self._values(), self._after
         # What forwards change is no setting: a length that was cached, which a validation of the user's changes, too.
-        self._before = {name: it for name, it in self._values().items() if name in after and after[name] == it}
+        self._moving.update(name for name, it in self._before.items() if name not in after or after[name] != it)
 
     def changed(self) -> list[str]:
         """Return the names of what has changed since `begin`."""
-        self._after = self._values()
-        before = self._before
-        return [name for name, it in self._after.items() if name in before and before[name] != it == it]
+        self._after, before = self._values(), self._before
+        changed = [name for name, it in self._after.items() if name in before and before[name] != it == it]
+        return [name for name in changed if name not in self._moving]
 
     def _values(self) -> dict[str, Any]:
         """Return the numbers, switches and texts among the attributes by name; of torch's modules, a few numbers."""
