@@ -895,6 +895,25 @@ def test_a_curriculum_that_a_loop_sets_is_reported(tmp_path: Path, capsys: pytes
     assert "has changed" not in capsys.readouterr().out
 
 
+def test_labels_that_a_loop_chooses_anew_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Workers, and a GPU that holds the data, had copies of the tensors: pseudo-labels had no effect, in silence."""
+
+    def relabel(run: Any) -> None:
+        if run.ends_epoch:
+            labels.copy_(labels.roll(1))
+
+    labels = LABELS.clone()
+    data = TensorDataset(INPUTS, labels)
+    looped(tmp_path / "here", data, relabel)
+    assert "the loop has changed tensors[1] of the data set, and no checkpoint holds that" in capsys.readouterr().out
+    with pytest.raises(DrivetrainError, match=r"the loop has changed tensors\[1\] of the data set.* no effect"):
+        looped(tmp_path / "workers", data, relabel, num_workers=1)
+    with pytest.raises(DrivetrainError, match=r"tensors\[1\] of the data set.* copied to memory .*no effect"):
+        looped(tmp_path / "a part", torch.utils.data.Subset(data, range(len(data) // 2)), relabel)
+    looped(tmp_path / "reads", data, lambda run: None)
+    assert "has changed" not in capsys.readouterr().out
+
+
 class HardOnes(Sampler[int]):
     """Draws by weights that the training sets."""
 

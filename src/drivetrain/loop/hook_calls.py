@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import Subset, TensorDataset
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, StepContext, Verdict
@@ -61,7 +62,7 @@ class DataWatch:
         """Return the numbers and texts among the attributes of the data set and of what it is made of, by their names.
 
         Names that begin with an underscore are left out: counters and caches have such names. Of a sampler, weights and
-        lists of samples count as well.
+        lists of samples count as well, and the tensors of a TensorDataset, such as labels that the training chooses.
         """
         if self._is_told:
             return {}
@@ -72,7 +73,8 @@ class DataWatch:
             for name, value in getattr(sampler, "__dict__", {}).items()
             if isinstance(value, (Tensor, np.ndarray, list)) and not name.startswith("_")
         )
-        return {**dict(_settings_of(self._dataset, "", _DEPTH)), **dict(of_samplers), **dict(lists)}
+        tensors = {name: _Seen(it) for name, it in _tensors_of(self._dataset)}
+        return {**dict(_settings_of(self._dataset, "", _DEPTH)), **tensors, **dict(of_samplers), **dict(lists)}
 
     def judge(self, before: Mapping[str, Any], who: str, *, is_restored: bool = False) -> str:
         """Return what to say of the attributes that a hook or a loop changed; raise where that has no effect.
@@ -98,7 +100,7 @@ class DataWatch:
                     remedy="let the sampler decide by the epoch: its method set_epoch(epoch) is called before it is "
                     "read; on a CPU, --num-workers 0 reads it when an epoch begins",
                 )
-        elif loader.num_workers or loader.resident is not None:
+        elif loader.num_workers or (loader.resident is not None and not self._shares(of_data)):
             held = "its items are read by worker processes, which have a copy of it"
             if loader.resident is not None:
                 held = "its items were copied to memory beforehand"
@@ -113,6 +115,20 @@ class DataWatch:
             f"{what}, and no checkpoint holds that: a resumed run differs until it is set again. Let a hook with "
             f"state_dict and load_state_dict set it, or the {of} itself, in set_epoch(epoch)"
         )
+
+    def _shares(self, names: Sequence[str]) -> bool:
+        """Return whether the resident data are the very tensors that were changed, on a CPU, and not copies."""
+        resident, own = self._loader.resident, dict(_tensors_of(self._dataset))
+        is_same = type(self._dataset) is TensorDataset and resident is not None and resident.device.type == "cpu"
+        return is_same and all(name in own for name in names)
+
+
+def _tensors_of(dataset: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a TensorDataset, or of one that others take a part of, with their names."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    tensors = dataset.tensors if isinstance(dataset, TensorDataset) else ()
+    return [(f"tensors[{number}]", it) for number, it in enumerate(tensors) if isinstance(it, Tensor)]
 
 
 class _Seen:
