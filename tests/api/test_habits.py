@@ -914,6 +914,35 @@ def test_labels_that_a_loop_chooses_anew_are_reported(tmp_path: Path, capsys: py
     assert "has changed" not in capsys.readouterr().out
 
 
+class Labeled(Dataset[Any]):
+    """Has labels that can be replaced, and a cache that it fills itself."""
+
+    def __init__(self) -> None:
+        self.targets: list[int] = LABELS.tolist()
+        self.cache: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return len(INPUTS)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.cache.append(INPUTS[index])
+        return INPUTS[index], self.targets[index]
+
+
+def test_labels_that_a_loop_replaces_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def relabel(run: Any) -> None:
+        if run.ends_epoch:
+            data.targets = data.targets[::-1]
+
+    data = Labeled()
+    looped(tmp_path / "here", data, relabel)
+    assert "the loop has changed targets of the data set, and no checkpoint holds that" in capsys.readouterr().out
+    with pytest.raises(DrivetrainError, match=r"the loop has changed targets of the data set.* no effect"):
+        looped(tmp_path / "workers", data, relabel, num_workers=1)
+    looped(tmp_path / "reads", data, lambda run: None)
+    assert "has changed" not in capsys.readouterr().out
+
+
 class HardOnes(Sampler[int]):
     """Draws by weights that the training sets."""
 

@@ -73,7 +73,14 @@ class DataWatch:
             for name, value in getattr(sampler, "__dict__", {}).items()
             if isinstance(value, (Tensor, np.ndarray, list)) and not name.startswith("_")
         )
-        tensors = {name: _Seen(it) for name, it in _tensors_of(self._dataset)}
+        # What a data set of the user's keeps it may change itself, as a cache. It does not replace it.
+        own = getattr(self._dataset, "__dict__", {}).items()
+        tensors: dict[str, Any] = {
+            name: _Same(it)
+            for name, it in own
+            if isinstance(it, (Tensor, np.ndarray, list)) and not name.startswith("_")
+        }
+        tensors |= {name: _Seen(it) for name, it in _tensors_of(self._dataset)}
         return {**dict(_settings_of(self._dataset, "", _DEPTH)), **tensors, **dict(of_samplers), **dict(lists)}
 
     def judge(self, before: Mapping[str, Any], who: str, *, is_restored: bool = False) -> str:
@@ -129,6 +136,18 @@ def _tensors_of(dataset: Any) -> list[tuple[str, Tensor]]:
         dataset = dataset.dataset
     tensors = dataset.tensors if isinstance(dataset, TensorDataset) else ()
     return [(f"tensors[{number}]", it) for number, it in enumerate(tensors) if isinstance(it, Tensor)]
+
+
+class _Same:
+    """A value as it was: equal to another look at it if it is the same object."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
 
 
 class _Seen:
