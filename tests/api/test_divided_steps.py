@@ -526,6 +526,23 @@ def test_settings_of_the_model_that_a_loop_changes_after_a_step_are_told(
     assert all(f"it changes {names[where]} of the model after run.step()" in line for line in told)
 
 
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_validation_that_leaves_evaluation_mode_on_is_told(
+    tmp_path: Path, goes_back: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dropout stayed off until a resume switched it on again."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.1))
+    for batch in (run := driven(tmp_path, model)):
+        if goes_back:
+            model.train()
+        run.backward(functional.mse_loss(model(batch), batch))
+        run.step()
+        if run.steps == 2 and not run.accumulating:
+            model.eval()
+            model(batch)
+    assert capsys.readouterr().out.count("it left the model in evaluation mode") == (not goes_back)
+
+
 class Arguments:
     accum_iter = 2
     one_accumulated = 1

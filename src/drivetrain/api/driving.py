@@ -382,7 +382,7 @@ class Drive(DrivenProgress):
         self._division.judge(micro, loss)
         self._stepper.forward_backward(loss, begun.place, micro)
         self._gradients.note(micro, loss)
-        self._weights.note()
+        self._weights.note(micro)
         self._is_learned = True
 
     def log(self, name: str, value: LoggedValue) -> None:
@@ -446,7 +446,7 @@ class Drive(DrivenProgress):
             outcome = self._driven.step(stepped)
             self._is_stepping = False
             self._driven.settle(begun, outcome)
-        self._weights.note(is_stepped=True)
+        self._weights.note()
 
     def _stepped_with(self, closure: Closure, begun: Begun) -> StepOutcome:
         kept, self._kept = self._kept, []

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.metrics import LossSum, NamedLosses
@@ -842,15 +843,33 @@ class WeightWatch:
     ) -> None:
         self._may_follow = may_follow
         self._settings: SettingsWatch | None = SettingsWatch(model)
+        self._heeding = [it for it in model.modules() if isinstance(it, (_NormBase, _DropoutNd))]
+        self._began: list[nn.Module] | None = None  # those of them in training mode at the first backward
+        self._num_off = 0  # steps in a row with none of these in training mode
         self._watched = [it for it in trained if it.numel() <= self._LARGEST][: self._MOST]
         self._say, self._copies = say, list[Tensor]()
         self._num_left = COUNTED_STEPS  # steps that are looked at
 
-    def note(self, *, is_stepped: bool = False) -> None:
-        """Remember the weights where the loop gets control: after a backward, and after a step."""
-        if is_stepped and self._settings is not None:
+    def note(self, micro: MicroBatch | None = None) -> None:
+        """Remember the weights where the loop gets control: after the backward of a batch, and after a step."""
+        if micro is not None:
+            self._look_at_modes(micro)
+        elif self._settings is not None:
             self._settings.begin()
         self._copies = [it.detach().clone() for it in self._watched] if self._num_left else []
+
+    def _look_at_modes(self, micro: MicroBatch) -> None:
+        """Say once that the model was left in evaluation mode. In turns, as of a GAN, parts of it may be for some."""
+        if self._began is None:
+            self._began = [it for it in self._heeding if it.training]
+        is_off = bool(self._began) and not any(it.training for it in self._began)
+        self._num_off = self._num_off + micro.is_last if is_off else 0
+        if self._num_off == COUNTED_STEPS:
+            self._began = []
+            self._say(
+                "  loop       it left the model in evaluation mode: dropout and batch normalization are off since "
+                "then, and a resumed run would begin in training mode. Call model.train() before the forward"
+            )
 
     def check(self, micro: MicroBatch) -> None:
         """Raise or say that the loop has changed weights since `note`."""
