@@ -1,5 +1,6 @@
 """Habits of user code that go wrong in silence elsewhere: told, undone or refused."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,29 @@ def test_a_run_that_draws_late_is_resumed_exactly(tmp_path: Path, make: Callable
         dt.export(folder / "habits", file := folder / "weights.safetensors")
         found.append(load_file(file)["body.weight"])
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("start", "num_told"), [(0, 0), (4, 1), (99, 0)])
+def test_draws_outside_of_torch_that_begin_late_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], start: int, num_told: int
+) -> None:
+    """They had no key, and a run that was resumed learned something else."""
+    drawn = list[float]()
+
+    class Mixed(Silent):
+        num_steps = 0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            if self.drop.p >= start:  # type: ignore[operator]
+                drawn.append(random.random())
+                inputs = inputs * drawn[-1]
+            return super().forward(inputs) if self.drop.p == 0 else self.body(inputs).squeeze(1)
+
+    def count(context: dt.StepContext) -> None:
+        context.model.drop.p = float(context.step)  # type: ignore[union-attr]
+
+    train(tmp_path, Mixed(), hooks=[dt.every(1, count)], max_steps=10)
+    assert capsys.readouterr().err.count("draws from Python's or numpy's generators") == num_told
 
 
 def made(make: Callable[[], nn.Module]) -> nn.Module:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from drivetrain.core.log import notice
 from drivetrain.core.metrics import StepOutcome
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, note_one_sample
 from drivetrain.data.division import Place, Stretch, key_of, mix
-from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Draws, seed_all
+from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Draws, host_state, seed_all
 from drivetrain.monitor.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, NoClock, PhaseClock
 from drivetrain.strategies.base import ObjectiveCall, Strategy
 from drivetrain.strategies.turns import TurnsStrategy
@@ -71,6 +72,7 @@ class Stepper:
         self._update_key: int | None = None
         self._now = 0, 0  # the step and the turn
         self._draws = draws
+        self._host_state: Any = None  # of Python's and numpy's generators before a batch, if they are looked at
         # To a GPU, the feed has told the wait for the data; since then it was the copy that had to be waited for.
         self._arrives = COPY if world.device.type == "cuda" else DATA
         self._before_micro_step = before_micro_step
@@ -162,6 +164,8 @@ class Stepper:
         self.clock.lap(self._arrives)
         self._now = place.step, turn
         self._seed_model(self._key_of(place.step, micro.number, turn))
+        is_looked_at = not self._draws.python and (place.start == 0 or place.step & (place.step - 1) == 0)
+        self._host_state = host_state() if is_looked_at else None
         if self._before_micro_step is not None:
             self._before_micro_step(micro.batch)
         if self.keeps_batch and micro.weight:
@@ -183,6 +187,13 @@ class Stepper:
                 self._forward_backward(batch, place, micro)
         else:
             self._forward_backward(batch, place, micro)
+        if self._host_state is not None and self._host_state != host_state():
+            self._draws = DRAWS_FROM_ALL
+            notice(
+                f"step {place.step + 1} draws from Python's or numpy's generators, and the first one did not: what was "
+                "drawn before now has no key, so a run that is resumed differs. From the next step on it has one. "
+                "torch's generators always have: torch.rand(()) in place of random.random()"
+            )
 
     def runs_eagerly(self, micro: MicroBatch) -> bool:
         """Return whether this micro-batch runs uncompiled in compiled steps."""
