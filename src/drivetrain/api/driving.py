@@ -446,7 +446,7 @@ class Drive(DrivenProgress):
             outcome = self._driven.step(stepped)
             self._is_stepping = False
             self._driven.settle(begun, outcome)
-        self._weights.note()
+        self._weights.note_step()
 
     def _stepped_with(self, closure: Closure, begun: Begun) -> StepOutcome:
         kept, self._kept = self._kept, []

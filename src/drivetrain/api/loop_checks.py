@@ -850,11 +850,14 @@ class WeightWatch:
         self._say, self._copies = say, list[Tensor]()
         self._num_left = COUNTED_STEPS  # steps that are looked at
 
-    def note(self, micro: MicroBatch | None = None) -> None:
-        """Remember the weights where the loop gets control: after the backward of a batch, and after a step."""
-        if micro is not None:
-            self._look_at_modes(micro)
-        elif self._settings is not None:
+    def note(self, micro: MicroBatch) -> None:
+        """Remember the weights where the loop gets control: after the backward of a batch."""
+        self._look_at_modes(micro)
+        self._copies = [it.detach().clone() for it in self._watched] if self._num_left else []
+
+    def note_step(self) -> None:
+        """Remember the weights, and the settings of the model, where the loop gets control after `run.step()`."""
+        if self._settings is not None:
             self._settings.begin()
         self._copies = [it.detach().clone() for it in self._watched] if self._num_left else []
 

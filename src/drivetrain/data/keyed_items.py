@@ -113,8 +113,7 @@ def moves_generators(action: Callable[[], Result]) -> tuple[bool, Result]:
 
 
 def _states() -> tuple[Any, ...]:
-    numpy: Any = np.random.get_state()
-    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.default_generator.get_state().numpy().tobytes()
+    return host_state(), torch.default_generator.get_state().numpy().tobytes()
 
 
 class ItemError(DrivetrainError):
