@@ -346,6 +346,14 @@ class Job:
                 message = "the optimizer function is called with the parameters, not with the model"
                 by_name = 'groups by name are dt.Optim(…, params="blocks.*") in a dictionary; dt.drive takes any'
                 raise DrivetrainError(message, remedy=f"{EXAMPLES['optimizer']}; {by_name} optimizer") from error
+            if isinstance(error.obj, dict) and error.name and hasattr(Tensor, error.name):
+                raise DrivetrainError(
+                    f"the optimizer function asks a group of parameters for {error.name}: it gets groups, as torch's "
+                    "optimizers take them, not parameters",
+                    remedy="Job(weight_decay=…) decays weights of two dimensions and more; other groups are "
+                    'dt.Optim(…, params="blocks.*") in a dictionary, where params may be a function of (name, '
+                    "parameter); dt.drive takes any optimizer",
+                ) from error
             raise
         if isinstance(optimizer, (list, tuple, dict)):
             raise DrivetrainError(

@@ -97,6 +97,13 @@ def test_wrong_optimizers(tmp_path: Path) -> None:
     fails(tmp_path, "that the model does not have", optimizer=lambda groups: torch.optim.SGD([torch.zeros(3)], lr=0.1))
 
 
+def test_an_optimizer_function_that_chooses_parameters_is_told_of_groups(tmp_path: Path) -> None:
+    def by_dimensions(given: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [it for it in given if it.ndim > 1]}], lr=0.1)
+
+    fails(tmp_path, "asks a group of parameters for ndim", optimizer=by_dimensions)
+
+
 class Sam(torch.optim.SGD):
     """As published: two steps around a second backward, or a closure."""
 
