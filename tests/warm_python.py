@@ -9,6 +9,7 @@ Tests of imports, of fresh interpreters and of launchers start real ones.
 
 import atexit
 import multiprocessing
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -19,7 +20,9 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import process as process_pools
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -135,6 +138,51 @@ def run(
             file.seek(0)
             texts.append(file.read().decode("utf-8", errors="replace"))
     return subprocess.CompletedProcess(["python", *words], code, *texts)
+
+
+spawn = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+_kept: list[Any] = []
+
+
+def spawn_by_fork(
+    path: bytes, words: Sequence[Any], descriptors: Sequence[int], *, first: Callable[[], object] | None = None
+) -> int:
+    """`multiprocessing.util.spawnv_passfds`, for processes of the start method "spawn" that have torch imported.
+
+    They are forked from this one, and get what they would: words, descriptors, signal mask and parent. What they do
+    arrives pickled.
+
+    Args:
+        path: of the interpreter.
+        words: of its command line, the first is its name.
+        descriptors: to be inherited.
+        first: what they do before anything else, in place of imports.
+    """
+    if "--multiprocessing-fork" not in words:  # the resource tracker, which imports nothing
+        return int(spawn(path, words, descriptors))
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE}:
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        # What the caller would do with its own processes. It is kept: as garbage, it would close descriptors.
+        _kept.extend([multiprocessing.process._children, dict(process_pools._threads_wakeups)])  # type: ignore[attr-defined]
+        multiprocessing.process._children = set()  # type: ignore[attr-defined]
+        multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+        process_pools._threads_wakeups.clear()  # type: ignore[attr-defined]
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208  (as exec closes them)
+            if descriptor not in {0, 1, 2, nothing, *descriptors}:
+                with suppress(OSError):  # that of the listing itself
+                    os.dup2(nothing, descriptor)
+        if first is not None:
+            first()
+        become(words[words.index("-c") :], str(Path.cwd()), os.environ.copy())
+    finally:
+        os._exit(99)  # never back into what the caller does
 
 
 def _main(

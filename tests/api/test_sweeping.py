@@ -4,9 +4,11 @@ import dataclasses
 import json
 import math
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,10 +213,25 @@ def with_worker(lr: float, seed: int) -> tuple[dt.Job, dt.Config]:
     return job, config
 
 
+def _wait_for_a_run(output_dir: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not [*output_dir.glob("sweep/*/job.yaml")]:
+        time.sleep(0.02)
+
+
 def test_several_processes_do_the_same_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is a fresh interpreter, which takes seconds of CPU time to import torch; the other waits for it."""
     monkeypatch.setenv("START_METHOD", multiprocessing.get_start_method())
+    ways = [warm_python.spawn, partial(warm_python.spawn_by_fork, first=partial(_wait_for_a_run, tmp_path))]
+
+    def start(path: bytes, words: list[Any], descriptors: list[int]) -> int:
+        is_worker = "--multiprocessing-fork" in words
+        return int((ways.pop(0) if is_worker else warm_python.spawn)(path, words, descriptors))
+
+    monkeypatch.setattr("multiprocessing.util.spawnv_passfds", start)
     result = dt.sweep(with_worker, {"lr": [0.1, 0.05]}, seeds=[0, 1], parallel=2, output_dir=tmp_path, quiet=True)
     assert result.is_done
+    assert not ways, "two processes were started"
     assert [row["state"] for row in result.rows] == ["done", "done"], "a loader's workers are started as elsewhere"
     for lr in (0.1, 0.05):
         assert losses(folder_of(result, lr, 1)) == losses(trained(tmp_path, lr, 1))
@@ -222,6 +239,8 @@ def test_several_processes_do_the_same_runs(tmp_path: Path, monkeypatch: pytest.
 
 def _sweep_until_killed(output_dir: Path) -> None:
     os.setsid()  # a signal to its group reaches its processes, and not those of the tests
+    start = partial(warm_python.spawn_by_fork, first=partial(time.sleep, 0.5))  # a signal may come in that time
+    multiprocessing.util.spawnv_passfds = start  # type: ignore[attr-defined]
     result = dt.sweep(slow, {"lr": [0.1, 0.05]}, seeds=[0, 1], parallel=2, output_dir=output_dir, quiet=True)
     (output_dir / "why").write_text(result.why_stopped)
 
