@@ -144,12 +144,21 @@ class Tied(nn.Module):
         self.register_buffer("mask", torch.ones(7, dtype=torch.bool))
 
 
+class Deep(Tied):
+    """With layers that are alike, one of them in another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.layers[2].to(torch.float64)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_forecast_is_what_is_held_after_a_step(name: str) -> None:
     def make(model: nn.Module) -> Optimizer:
         return OPTIMIZERS[name]([parameter for parameter in model.parameters() if parameter.requires_grad])
 
-    model = Tied()
+    model = Deep()
     forecast = forecast_held(model, make)
     optimizer = make(model)
     for parameter in model.parameters():
@@ -157,6 +166,18 @@ def test_the_forecast_is_what_is_held_after_a_step(name: str) -> None:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert forecast == count_held(model, optimizer)
+
+
+def test_layers_that_are_alike_may_be_in_groups_that_are_not() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+
+    def make(ghost: Any) -> Optimizer:
+        plain, others = {"params": ghost[:2].parameters()}, {"params": ghost[2:].parameters(), "momentum": 0.9}
+        return torch.optim.SGD([plain, others])
+
+    held = forecast_held(model, make)
+    assert held is not None
+    assert held.optimizer == 3 * 8 * 8 * 4
 
 
 def test_held_by_hand() -> None:

@@ -75,18 +75,40 @@ def forecast_held(model: nn.Module, make_optimizer: Callable[[nn.Module], Optimi
 
     So it holds for any optimizer, not only for a list of known ones. None for one that has to look at values.
     """
-    ghost = without_memory(model)
+    return forecast_held_by(without_memory(model), make_optimizer)
+
+
+def forecast_held_by(ghost: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> Held | None:
+    """Return the same for a copy of a model that has no memory. Gradients are put into it."""
     optimizer = make_optimizer(ghost)
-    for parameter in ghost.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)
+    stepped = {parameter: 1 for parameter in ghost.parameters() if parameter.requires_grad}
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    if is_torchs and not optimizer.state and not isinstance(optimizer, torch.optim.LBFGS):
+        stepped = _unlike(stepped, optimizer)
+    for parameter in stepped:
+        parameter.grad = torch.empty_like(parameter)
     try:
         optimizer.step()
     except (NotImplementedError, RuntimeError):
         # It looked at a value. Most have made their state by then.
-        if any(not optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]):
+        given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if any(not optimizer.state.get(parameter) for parameter in given & stepped.keys()):
             return None
-    return count_held(ghost, optimizer)
+    held = count_held(ghost, optimizer)
+    others = sum((count - 1) * num_bytes(_tensors(optimizer.state.get(p, {}))) for p, count in stepped.items())
+    return held.model_copy(update={"optimizer": held.optimizer + others})
+
+
+def _unlike(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    """Return one parameter of each kind, and how many of that kind there are.
+
+    For parameters of a group that have the same shape and type, torch's own optimizers keep the same, and large models
+    have many layers that are alike. A step of each would take a millisecond even without memory.
+    """
+    groups = {parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+    first: dict[Any, nn.Parameter] = {}
+    kinds = [first.setdefault((groups.get(p), p.shape, p.dtype), p) for p in parameters]
+    return Counter(kinds)
 
 
 def without_memory(model: nn.Module, make: Callable[[Tensor], Tensor] | None = None) -> nn.Module:

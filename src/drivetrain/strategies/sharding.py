@@ -28,7 +28,7 @@ from drivetrain.core.state import is_distributed, local_part, offsets_of, put_va
 from drivetrain.core.value import format_bytes
 from drivetrain.core.world import World
 from drivetrain.moe.mixture import mixtures_in
-from drivetrain.plan.fitting import Held, forecast_held, without_memory
+from drivetrain.plan.fitting import Held, forecast_held_by, without_memory
 from drivetrain.strategies.compiling import CompileOptions, compile_each
 from drivetrain.strategies.layers import repeated_blocks
 from drivetrain.strategies.shared_experts import SharedExperts
@@ -431,7 +431,7 @@ def forecast_local(
         padded = parameter.new_empty((most, *parameter.shape[1:]))
         parts[name] = (padded.numel(), parameter)
         parameter.data = padded[:rows]
-    held = forecast_held(ghost, make_optimizer)
+    held = forecast_held_by(ghost, make_optimizer)
     if held is None:
         return None
     sizes = [(count * parameter.element_size(), parameter.requires_grad) for count, parameter in parts.values()]
