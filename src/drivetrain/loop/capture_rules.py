@@ -31,7 +31,7 @@ from drivetrain.core.optimizers import JointOptimizer
 from drivetrain.core.plugins import strategy_facts
 from drivetrain.core.precision import Precision
 from drivetrain.core.world import World
-from drivetrain.data.keyed_items import Draws
+from drivetrain.data.keyed_items import Draws, host_states
 from drivetrain.data.resident import Rows
 
 TURNS_OF_MICRO_STEPS = "a step has several turns, each of several micro-batches"
@@ -191,10 +191,7 @@ def python_state(model: nn.Module, loss: Callable[..., Any], optimizer: Optimize
 
 def generators_state(device: torch.device) -> State:
     """Return the states of the global generators that are not the device's: a replay does not draw from them."""
-    states = {
-        "Python's random generator": hash(random.getstate()),
-        "numpy's random generator": _numpy_state(np.random.get_state()),
-    }
+    states = host_states()
     if device.type != "cpu":
         states["torch's random generator of the CPU"] = torch.get_rng_state().numpy().tobytes()
     return states

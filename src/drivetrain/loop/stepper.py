@@ -12,7 +12,7 @@ from drivetrain.core.metrics import StepOutcome
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, note_one_sample
 from drivetrain.data.division import Place, Stretch, key_of, mix
-from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Draws, host_state, seed_all
+from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Draws, host_states, seed_all
 from drivetrain.monitor.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, NoClock, PhaseClock
 from drivetrain.strategies.base import ObjectiveCall, Strategy
 from drivetrain.strategies.turns import TurnsStrategy
@@ -72,7 +72,7 @@ class Stepper:
         self._update_key: int | None = None
         self._now = 0, 0  # the step and the turn
         self._draws = draws
-        self._host_state: Any = None  # of Python's and numpy's generators before a batch, if they are looked at
+        self._host_states: Any = None  # of Python's and numpy's generators before a batch, if they are looked at
         # To a GPU, the feed has told the wait for the data; since then it was the copy that had to be waited for.
         self._arrives = COPY if world.device.type == "cuda" else DATA
         self._before_micro_step = before_micro_step
@@ -165,7 +165,7 @@ class Stepper:
         self._now = place.step, turn
         self._seed_model(self._key_of(place.step, micro.number, turn))
         is_looked_at = not self._draws.python and (place.start == 0 or place.step & (place.step - 1) == 0)
-        self._host_state = host_state() if is_looked_at else None
+        self._host_states = host_states() if is_looked_at else None
         if self._before_micro_step is not None:
             self._before_micro_step(micro.batch)
         if self.keeps_batch and micro.weight:
@@ -187,7 +187,7 @@ class Stepper:
                 self._forward_backward(batch, place, micro)
         else:
             self._forward_backward(batch, place, micro)
-        if self._host_state is not None and self._host_state != host_state():
+        if self._host_states is not None and self._host_states != host_states():
             self._draws = DRAWS_FROM_ALL
             notice(
                 f"step {place.step + 1} draws from Python's or numpy's generators, and the first one did not: what was "
