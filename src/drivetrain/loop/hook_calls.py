@@ -66,22 +66,14 @@ class DataWatch:
         """
         if self._is_told:
             return {}
-        of_samplers = (found for sampler in self._samplers for found in _settings_of(sampler, _OF_SAMPLER, 1))
-        lists = (
-            (f"{_OF_SAMPLER}{name}", _Seen(value))
-            for sampler in self._samplers
-            for name, value in getattr(sampler, "__dict__", {}).items()
-            if isinstance(value, (Tensor, np.ndarray, list)) and not name.startswith("_")
-        )
+        found = dict(_settings_of(self._dataset, "", _DEPTH))
         # What a data set of the user's keeps it may change itself, as a cache. It does not replace it.
-        own = getattr(self._dataset, "__dict__", {}).items()
-        tensors: dict[str, Any] = {
-            name: _Same(it)
-            for name, it in own
-            if isinstance(it, (Tensor, np.ndarray, list)) and not name.startswith("_")
-        }
-        tensors |= {name: _Seen(it) for name, it in _tensors_of(self._dataset)}
-        return {**dict(_settings_of(self._dataset, "", _DEPTH)), **tensors, **dict(of_samplers), **dict(lists)}
+        found |= {name: _Seen(it, looks_inside=False) for name, it in _lists_of(self._dataset)}
+        found |= {name: _Seen(it) for name, it in _tensors_of(self._dataset)}
+        for sampler in self._samplers:
+            found |= dict(_settings_of(sampler, _OF_SAMPLER, 1))
+            found |= {f"{_OF_SAMPLER}{name}": _Seen(it) for name, it in _lists_of(sampler)}
+        return found
 
     def judge(self, before: Mapping[str, Any], who: str, *, is_restored: bool = False) -> str:
         """Return what to say of the attributes that a hook or a loop changed; raise where that has no effect.
@@ -138,25 +130,27 @@ def _tensors_of(dataset: Any) -> list[tuple[str, Tensor]]:
     return [(f"tensors[{number}]", it) for number, it in enumerate(tensors) if isinstance(it, Tensor)]
 
 
-class _Same:
-    """A value as it was: equal to another look at it if it is the same object."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
+def _lists_of(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the lists, arrays and tensors among the attributes of an object, with their names."""
+    for name, value in getattr(thing, "__dict__", {}).items():
+        if isinstance(value, (Tensor, np.ndarray, list)) and not name.startswith("_"):
+            yield name, value
 
 
 class _Seen:
-    """A list or a tensor as it was: equal to another look at it unless it was replaced, written to or has grown."""
+    """A list or a tensor as it was: equal to another look at it unless it was replaced, written to or has grown.
+
+    Args:
+        value: The list, array or tensor.
+        looks_inside: Whether it counts what is written to it; otherwise only its replacement does.
+    """
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, value: Any) -> None:
-        self._value, self._mark = value, value._version if isinstance(value, Tensor) else len(value)
+    def __init__(self, value: Any, *, looks_inside: bool = True) -> None:
+        self._value, self._mark = value, 0
+        if looks_inside:
+            self._mark = value._version if isinstance(value, Tensor) else len(value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Seen) and self._value is other._value and self._mark == other._mark
