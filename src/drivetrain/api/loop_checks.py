@@ -827,7 +827,8 @@ class WeightWatch:
     a forward pass changes is left alone.
 
     Settings of the model, such as the rate of a dropout, are told where the loop changes them after a step: no
-    checkpoint holds them. Those that it sets before a backward it sets again where it is resumed.
+    checkpoint holds them. Those that it sets before a backward it sets again where it is resumed. So is a model that
+    the loop leaves in evaluation mode.
 
     Args:
         model: The model, as the loop has it.

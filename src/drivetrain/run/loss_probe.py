@@ -303,26 +303,22 @@ def looks_like_a_sum(loss: Tensor, num_samples: int, step_samples: int) -> bool:
 
 def is_over_weights(node: Any) -> bool:
     """Return whether a sum is over what was computed from weights alone: a penalty, or gradients given as a loss."""
-    for _ in range(_NODES_LOOKED_AT):
-        others = [other for other, _ in node.next_functions if other is not None]
-        if len(others) != 1:
-            return False
-        node = others[0]
-        if node.name() == "torch::autograd::AccumulateGrad":
-            return True
-    return False
+    return any(it.name() == "torch::autograd::AccumulateGrad" for it in _in_a_row(node))
 
 
 def _is_over_selected(node: Any) -> bool:
     """Return whether a sum is over what a mask has chosen: as many values as there are, whatever the samples are."""
+    return any(it.name() in ("IndexBackward0", "MaskedSelectBackward0") for it in _in_a_row(node))
+
+
+def _in_a_row(node: Any) -> Iterator[Any]:
+    """Yield a node and those before it, as long as each was computed from a single one."""
     for _ in range(_NODES_LOOKED_AT):
-        if node.name() in ("IndexBackward0", "MaskedSelectBackward0"):
-            return True
+        yield node
         others = [other for other, _ in node.next_functions if other is not None]
         if len(others) != 1:
-            return False
+            return
         node = others[0]
-    return False
 
 
 def leaves_labels_out(loss: Tensor) -> bool:
