@@ -397,6 +397,11 @@ class Job:
         return LossByTurn(self.loss) if isinstance(self.loss, Mapping) else self.loss
 
     @property
+    def loss_functions(self) -> list[LossFunction]:
+        """The loss function of each turn of a step; the only one where a step has no turns."""
+        return [turn.loss for turn in self.turns] or [self.loss_function]
+
+    @property
     def clips(self) -> bool:
         """Whether some gradient is clipped."""
         return self.clip_norm is not None or any(optim.clip_norm is not None for optim in self.optims.values())

@@ -338,6 +338,28 @@ def test_a_run_with_compiled_blocks_learns_the_same(tmp_path: Path, request: pyt
         dt.configure(compile=False, compile_scope="blocks")
 
 
+@pytest.mark.usefixtures("no_kernels")
+def test_a_run_is_compiled_as_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """The compiler would run blocks eagerly that another run had compiled by themselves, and generalize over sizes."""
+    torch.compiler.reset()
+    settings: dict[str, Any] = {"output_dir": tmp_path, "gpu_mode": "cpu", "report": False, "compile": True}
+
+    def trained(job: dt.Job, name: str, scope: str) -> tuple[int, int]:
+        """Return how many graphs were made, and of how many operations."""
+        counters, before = torch._dynamo.utils.counters["stats"], num_graphs()
+        calls = counters["calls_captured"]
+        dt.train(replace(job, name=name), dt.configure(**settings, compile_scope=scope))
+        return num_graphs() - before, counters["calls_captured"] - calls
+
+    ours = replace(stacked_job("ours"), valid=None)
+    whole = trained(ours, "first", "loss")
+    assert trained(ours, "again", "loss") == (0, 0), "the same job once more: its code is there"
+    assert trained(ours, "both", "both")[0] > whole[0]
+    assert trained(ours, "whole", "loss") == whole
+    wider = replace(ours, data=TensorDataset(torch.randn(32, 3, 4, dtype=torch.float64)[:, 0], ours.data.tensors[1]))
+    assert trained(wider, "other data", "loss") == whole, "whose sizes may be others"
+
+
 def test_a_watchdog_hears_of_compiling_after_a_reset_too() -> None:
     phases = []
 

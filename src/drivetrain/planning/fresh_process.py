@@ -332,12 +332,6 @@ class RepeatProbe:
     def close(self) -> None:
         self._end_child()
         self._steps.release()
-        if (
-            self._chosen is not None
-            and self._chosen.compile_mode is not None
-            and self._micro_batch < self._chosen.micro_batch
-        ):
-            torch.compiler.reset()  # what was compiled for the smaller size would be used by the run, for any size
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end_child(self) -> None:

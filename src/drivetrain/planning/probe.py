@@ -43,7 +43,7 @@ from drivetrain.job import Job
 from drivetrain.loop import CapturedStep, CudaRecorder, MicroInput, make_capturable, own_stream, why_not_captured
 from drivetrain.plan import Choice
 from drivetrain.plan.fitting import count_held
-from drivetrain.plan.knobs import CompileScope, StepWay
+from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.rules import DataFigures, DataPath, choose_data_path, workers_worth
 from drivetrain.plan.tune import Measurement
 from drivetrain.run.memory import peak_meter
@@ -55,6 +55,7 @@ from drivetrain.strategies.compiling import (
     compile_repeated,
     compiled,
     forget_compiled,
+    leave_to,
     num_graphs,
     varying_dims_of,
 )
@@ -93,7 +94,6 @@ class StepProbe:
         self._make_loader, self._journal = make_loader, journal
         self._alone = World(device=world.device)
         self._longest: list[int | None] | None = None
-        self._compiled_scope: CompileScope | None = None  # of the loss function, last
         self._found_to_stray: dict[str, str] = {}  # by precision: why it is not to be trusted, or nothing
         self.read_sample_seconds = math.inf  # of the micro-batch that was read the quickest, collating included
 
@@ -189,15 +189,8 @@ class StepProbe:
             )
 
     def leave_to(self, way: StepWay) -> None:
-        """Forget what was compiled of the loss function in another scope: the compiler would use it for this way, too.
-
-        A run must not depend on what was tried before it: resumed in a fresh process, it would round otherwise.
-        """
-        if not way.compiles_loss:
-            return
-        if self._compiled_scope not in (None, way.compile_scope):
-            torch.compiler.reset()
-        self._compiled_scope = way.compile_scope
+        """Forget what was compiled before in this process, of another job or in another scope."""
+        leave_to(way, self._model, self._job.loss_functions, self._job.source.dataset)
 
     def losses(self, way: StepWay, num_steps: int) -> list[float]:
         """Train a copy for some steps of one micro-batch each, and return the losses of this rank.
@@ -288,8 +281,7 @@ class StepProbe:
             return True
         if blocks_of is not None:
             return any(_has_compiled(type(block).forward) for block in repeated_blocks(blocks_of).values())
-        losses = [turn.loss for turn in self._job.turns] or [self._job.loss_function]
-        return all(_has_compiled(logging_loss(loss)) for loss in losses)
+        return all(_has_compiled(logging_loss(loss)) for loss in self._job.loss_functions)
 
     def _batch(self, way: StepWay) -> tuple[Any, int]:
         """Return the job's first micro-batch; where samples have different sizes, one of the largest found."""

@@ -44,6 +44,7 @@ from drivetrain.strategies.compiling import (
     compile_repeated,
     compiled,
     forget_compiled,
+    leave_to,
     varying_dims_of,
 )
 from drivetrain.strategies.layers import recompute, repeated_blocks, split_recurrent_dropout, use_fp8
@@ -140,6 +141,7 @@ def _refuse_several_optimizers(run: Session) -> None:
 
 def prepare_model(run: Session, model: nn.Module) -> Prepared:
     """Prepare a model that was built for the way that is followed."""
+    leave_to(run.way, model, run.job.loss_functions, run.job.source.dataset)
     if run.way.channels_last and not run.shards:  # shards are rows, one after the other
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if run.config.distributed.sync_batchnorm and run.world.size > 1:

@@ -8,12 +8,13 @@ seconds, and the others nothing.
 
 import copy
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,10 +24,11 @@ from drivetrain.core.launchers import supervision
 from drivetrain.core.metrics import logging_loss
 from drivetrain.data.batch import leaves, map_tensors
 from drivetrain.moe import MixtureOfExperts
-from drivetrain.plan.knobs import StepWay
+from drivetrain.plan.knobs import CompileScope, StepWay
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.layers import repeated_blocks
 
+_made_for: list["_MadeFor"] = []  # what the compiler's code in this process was made for, if there is any
 _compiling: list[AbstractContextManager[None]] = []  # the phase of the supervision while something is compiled
 GRAPHS_PER_MODULE = 4  # at most: two dtypes of the input, for training and for validation
 EXPERTS = "experts"  # of a mixture: its layer is compiled, since the experts' products are grouped there
@@ -99,6 +101,43 @@ def _begin_compiling(_: Any = None) -> None:
 def _end_compiling(_: Any = None) -> None:
     if _compiling:
         _compiling.pop().__exit__(None, None, None)
+
+
+class _MadeFor(NamedTuple):
+    job: tuple[object, ...]
+    is_of: Callable[[object], bool]  # whether a data set is the job's
+    scope: CompileScope | None  # in which a loss function was compiled, if one was
+
+
+def leave_to(way: StepWay, model: nn.Module, losses: Sequence[LossFunction], dataset: object) -> None:
+    """Forget what the compiler made for another job of this process, or in another scope: it would use that here, too.
+
+    It does not notice that blocks are no longer compiled by themselves, and would run them eagerly; and of sizes that
+    differ from those it saw before it makes variables. A run must not depend on what came before it in its process:
+    resumed in a fresh one, it would round otherwise.
+    """
+    if way.compile_mode is None:
+        return
+    code = tuple(getattr(loss, "__code__", type(loss)) for loss in losses)
+    modules = tuple((name, type(module)) for name, module in model.named_modules())
+    shapes = tuple((name, parameter.shape) for name, parameter in model.named_parameters())
+    job, scope = (code, modules, shapes, way.micro_batch), way.compile_scope if way.compiles_loss else None
+    for before in _made_for:
+        if before.job != job or not before.is_of(dataset) or (scope and before.scope not in (None, scope)):
+            torch.compiler.reset()
+        else:
+            scope = scope or before.scope
+    _made_for[:] = [_MadeFor(job, _is_same(dataset), scope)]
+
+
+def _is_same(dataset: object) -> Callable[[object], bool]:
+    """Return what tells whether another object is this one, which it does not keep alive."""
+    try:
+        known = weakref.ref(dataset)
+    except TypeError:  # such as a list
+        number = id(dataset)
+        return lambda other: id(other) == number
+    return lambda other: known() is other
 
 
 def compile_named(model: nn.Module, names: Sequence[str], options: CompileOptions) -> None:
