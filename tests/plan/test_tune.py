@@ -246,6 +246,9 @@ def test_the_whole_loss_is_not_compiled_at_once_where_its_parts_are_as_fast() ->
     slower = Machine(block_gain=0.6, compile_gain=0.5, launch_share=0.3)
     assert tried(slower) == ("blocks", ["blocks", "both"])
     assert "was not tried: launching is quick enough" in busy.tune(**scopes).reasons["compile_scope"]
+    long = Machine(block_gain=0.5, compile_gain=0.6, launch_share=0.3)
+    long.tune(**scopes, remaining_samples=10**8)
+    assert any(way.compile_scope == "loss" for way in long.ways), "half a percent of an hour pays for trying"
 
 
 @pytest.mark.parametrize("is_slow_for_good", [True, False])
@@ -350,6 +353,8 @@ def test_a_step_is_captured_where_it_is_short_or_launching_takes_most_of_it() ->
     found = brief.tune(**scope, remaining_samples=200_000)
     assert not found.way.capture, "three seconds are too much for it"
     assert "not tried: the job takes 1" in found.reasons["capture"]
+    brief.launch_share = 0.7
+    assert brief.tune(**scope, remaining_samples=200_000).way.capture, "and worth it where it gains more"
     why_none = "a CPU has nothing to record"
     scope = Scope(
         rank_samples=64,
