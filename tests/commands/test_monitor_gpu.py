@@ -39,11 +39,12 @@ def test_a_run_and_its_gpu_are_seen(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     flags = ["--output-dir", str(runs), "--no-compile", "--precision", "tf32"]
     command = [sys.executable, "-m", "drivetrain", "train", str(script), *flags]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    log = tmp_path / "log.txt"
+    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
         try:
             steps: list[int] = []
             while len(steps) < 2 or steps[-1] <= steps[0]:
-                assert process.poll() is None
+                assert process.poll() is None, log.read_text()
                 found = look(runs)
                 mine = [row for row in found["runs"] if row["folder"].startswith(str(runs))]
                 steps += [row["step"] for row in mine if row["step"]]
