@@ -232,7 +232,7 @@ LAUNCH_BOUND_COMPILED, RECORD_GAIN, RECORD_SECONDS = 0.3, -0.005, 3.0
 SCOPE_GAIN = 0.005  # of another compile scope, once steps are recorded
 RECORD_SHARE, RECORD_SHARE_LAUNCH_BOUND = 0.01, 0.05  # of the time that is left
 # A run's host has more to do than a trial's. On an H200, launching took 72 % of a step of that GPT in its trial, and
-# the device idled for 5 % of the run: 461 thousand tokens/s, of 488 that its kernels alone would allow.
+# the device idled for 5 % of the run: 461 samples/s, of 488 that its kernels alone would allow.
 NEARLY_LAUNCH_BOUND = 0.6
 # One graph of everything has fewer kernels than its parts: on an H200, a GPT of 1.4 billion weights was 0.8 % faster.
 AT_ONCE_GAIN = 0.005
