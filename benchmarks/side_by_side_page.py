@@ -92,8 +92,8 @@ REASONS = {
 ON_A_GPU = {
     "speed": "the tuned loop compiles all at once; for a job of 4,000 steps the plan compiles the blocks and what is "
     "around them, which is done sooner, and launches more kernels: 470 to 479 thousand tokens/s once it runs. In the "
-    "first 30 steps after a start it has 362 to 432, as host memory is pinned for the saves. Its steps were not captured "
-    "in this run: what was left was held to be too little for a trial of three seconds (since then it is tried)",
+    "first 30 steps after a start it has 362 to 432, as host memory is pinned for the saves. Its steps were not "
+    "captured in this run: what was left was held to be too little for a trial of 3 s (since then it is tried)",
     "start": "a plan is searched, with six trials and the model compiled in two ways, which pays in the steps that "
     "follow; the plain loop does not compile",
     "memory": "a second copy of weights and moments stays on the GPU, so that a save does not stop training, and "

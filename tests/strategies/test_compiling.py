@@ -28,7 +28,7 @@ from drivetrain.strategies.compiling import (
     compiled,
     forget_compiled,
     num_graphs,
-    tell_compiling,
+    told_of_compiling,
     why_not_compiled,
 )
 from drivetrain.strategies.sharding import compile_blocks
@@ -360,6 +360,51 @@ def test_a_run_is_compiled_as_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert trained(wider, "other data", "loss") == whole, "whose sizes may be others"
 
 
+class Annealed(nn.Module):
+    """Counts its calls, and takes its temperature from their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.calls = nn.Linear(4, 2), 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training
+        return self.body(inputs) / (1.0 + self.calls)
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize("is_own_loop", [False, True])
+def test_steps_that_the_compiler_gives_up_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_own_loop: bool
+) -> None:
+    torch.compiler.reset()
+    annealed = replace(job("annealed"), model=Annealed, max_steps=14)
+    settings: dict[str, Any] = {"output_dir": tmp_path, "gpu_mode": "cpu", "report": False, "auto_optimize": False}
+
+    def train(ours: dt.Job) -> dt.Result | None:
+        if not is_own_loop:
+            return dt.train(ours, dt.configure(**settings, compile=True))
+        model = ours.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"config": dt.configure(**settings, compile=True), "name": ours.name}
+        run = dt.drive(model, optimizer, ours.data, global_batch=8, max_steps=14, **options)
+        for batch in run:
+            run.backward(nn.functional.cross_entropy(run.model(batch[0]), batch[1]))
+            run.step()
+        return None
+
+    result = train(annealed)
+    told = [line for line in capsys.readouterr().out.splitlines() if "runs eagerly from here on" in line]
+    assert len(told) == 1
+    name, value = ("forward", "calls") if is_own_loop else ("the loss function", "model.calls")
+    assert f"  compile    {name} runs eagerly from here on: the compiler has made 8 versions" in told[0]
+    assert f"{value} == " in told[0]
+    if result is not None:
+        assert "graphs in mode default; the loss function runs eagerly" in result.compilation
+    train(replace(annealed, name="plain", model=Gated))
+    assert "runs eagerly" not in capsys.readouterr().out
+
+
 def test_a_watchdog_hears_of_compiling_after_a_reset_too() -> None:
     phases = []
 
@@ -368,8 +413,8 @@ def test_a_watchdog_hears_of_compiling_after_a_reset_too() -> None:
         return graph.forward
 
     for _ in range(2):
-        tell_compiling()
-        torch.compile(lambda values: values + 1, backend=backend)(torch.ones(2))
-        torch.compiler.reset()  # as planning does
+        with told_of_compiling(phases.append):
+            torch.compile(lambda values: values + 1, backend=backend)(torch.ones(2))
+            torch.compiler.reset()  # as planning does
     assert phases == ["compile", "compile"]
     assert PHASES[supervision._phase] != "compile"

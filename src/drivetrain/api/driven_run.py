@@ -69,6 +69,7 @@ from drivetrain.run import (
     tell_plain_optimizer,
     tell_rate,
     tell_sharding,
+    watch_compiling,
     write_down,
 )
 from drivetrain.run.assemble import RunParts, assemble, division_of, make_loader, make_stepper, make_validation, resume
@@ -127,6 +128,7 @@ class DrivenRun:
         supervision.is_own_loop = True
         stack.callback(supervision.phase, "end")
         self.recorder = stack.enter_context(open_recorder(session, opened.folder, opened.loader, self.resumed_from))
+        stack.enter_context(watch_compiling(self.recorder))
         if session.world.size == 1:
             parts.watch.note = self._note
         _tell(session, opened, self.resumed_from, self.recorder)

@@ -72,6 +72,7 @@ from drivetrain.run import (
     tell_repeatable,
     tell_sharding,
     tell_strategy,
+    watch_compiling,
     write_down,
 )
 from drivetrain.run.assemble import (
@@ -105,7 +106,6 @@ from drivetrain.run.recovery import (
     tell_cap,
 )
 from drivetrain.run.refusals import changes_since_start, keep_fingerprint, refuse_before_planning
-from drivetrain.strategies.compiling import tell_compiling
 from drivetrain.strategies.replicated import Freezer
 
 __all__ = ["Result", "configured", "export", "num_trained", "train"]
@@ -453,10 +453,9 @@ class _Loop:
         recorder, saver, trainer, job = self._recorder, self._saver, self._trainer, self._run.job
         memory = watch_memory(self._run.world.device, recorder.event, recorder.say)
         was_stopped = self._validation is not None and self._validation.stopped_because
-        tell_compiling()
         self._run.beside_loss.put_back()  # all trials are done
         try:
-            with stopping_cleanly(trainer.stop, recorder.say):
+            with stopping_cleanly(trainer.stop, recorder.say), watch_compiling(recorder):
                 for record in () if was_stopped or self._run.is_done else trainer.run():
                     recorder.write(record)
                     self._last = record

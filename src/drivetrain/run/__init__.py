@@ -24,6 +24,7 @@ from drivetrain.run.result import (
     tell_repeatable,
     tell_sharding,
     tell_strategy,
+    watch_compiling,
 )
 from drivetrain.run.saver import CHECKPOINTS, CheckpointSaver, State, falls_back, make_checkpointer, make_schedule
 from drivetrain.run.session import Session, configured, done_instead, last_one_finished, note_end, num_trained
@@ -64,5 +65,6 @@ __all__ = [
     "tell_repeatable",
     "tell_sharding",
     "tell_strategy",
+    "watch_compiling",
     "write_down",
 ]

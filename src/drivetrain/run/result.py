@@ -5,6 +5,7 @@ import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import ceil
@@ -40,6 +41,7 @@ from drivetrain.run.claiming import ExtendedSchedule, note_over
 from drivetrain.run.model_factory import checked, unwrapped
 from drivetrain.run.saver import CHECKPOINTS
 from drivetrain.run.session import Session
+from drivetrain.strategies.compiling import told_of_compiling
 from drivetrain.strategies.replicated import shape_buffers
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -394,6 +396,16 @@ def tell_plain_optimizer(optimizer: Optimizer, recorder: RunRecorder | NoRunReco
         recorder.say(f"  optimizer  {why}")
 
     tell_plain_steps(optimizer, tell)
+
+
+def watch_compiling(recorder: RunRecorder | NoRunRecorder) -> AbstractContextManager[None]:
+    """Report, for as long as the steps go on, which functions the compiler gives up."""
+
+    def tell(words: str) -> None:
+        recorder.event("compile", words=words)
+        recorder.say(f"  compile    {words}")
+
+    return told_of_compiling(tell)
 
 
 def tell_rate(run: Session, optimizer: Optimizer, recorder: RunRecorder | NoRunRecorder) -> None:

@@ -7,10 +7,11 @@ seconds, and the others nothing.
 """
 
 import copy
+import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -30,6 +31,7 @@ from drivetrain.strategies.layers import repeated_blocks
 
 _made_for: list["_MadeFor"] = []  # what the compiler's code in this process was made for, if there is any
 _compiling: list[AbstractContextManager[None]] = []  # the phase of the supervision while something is compiled
+_raised_limits: list[int] = []  # torch's limits of graphs, as they were before they were raised
 GRAPHS_PER_MODULE = 4  # at most: two dtypes of the input, for training and for validation
 EXPERTS = "experts"  # of a mixture: its layer is compiled, since the experts' products are grouped there
 
@@ -83,14 +85,56 @@ def why_not_compiled(device: torch.device) -> str:
     return ""
 
 
-def tell_compiling() -> None:
-    """Have the supervisor told when something is compiled in the middle of training: that is no hang."""
+@contextmanager
+def told_of_compiling(tell: Callable[[str], None]) -> Iterator[None]:
+    """Have the supervisor told when something is compiled in the middle of training: that is no hang.
+
+    Args:
+        tell: Is called with a sentence on each function that the compiler gives up, now or in a trial before.
+    """
     dynamo = sys.modules.get("torch._dynamo.callback")  # not imported: nothing is compiled
     # `torch.compiler.reset()`, which planning calls and users may, takes all callbacks out.
-    if dynamo is None or _begin_compiling in dynamo.callback_handler.start_callbacks:
-        return
-    dynamo.callback_handler.register_start_callback(_begin_compiling)
-    dynamo.callback_handler.register_end_callback(_end_compiling)
+    if dynamo is not None and _begin_compiling not in dynamo.callback_handler.start_callbacks:
+        dynamo.callback_handler.register_start_callback(_begin_compiling)
+        dynamo.callback_handler.register_end_callback(_end_compiling)
+    for sentence in _LIMITS.reached:
+        tell(sentence)
+    _LIMITS.tell = tell
+    try:
+        yield
+    finally:
+        _LIMITS.tell = None
+
+
+class _Limits(logging.Filter):
+    """Hears of a function that the compiler gives up: it logs that, and runs the function eagerly from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached: list[str] = []
+        self.tell: Callable[[str], None] | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "hit config." in str(record.msg) and isinstance(record.args, tuple) and len(record.args) >= 4:
+            _, limit, function, reason = map(str, record.args[:4])
+            name = "the loss function" if "drivetrain" in function else function.split(" ")[0].strip("'")
+            guard = reason.partition(": ")[2].partition("#")[0].strip()
+            self.reached.append(
+                f"{name} runs eagerly from here on: the compiler has made {limit} versions of it, as a Python value in "
+                f"it changes{guard and f' ({guard} no more)'}. Keep such a value in a tensor, for instance a buffer. A "
+                "resumed run is compiled anew, and may differ in rounding"
+            )
+            if self.tell is not None:
+                self.tell(self.reached[-1])
+        return True
+
+
+_LIMITS = _Limits()
+
+
+def uncompiled() -> list[str]:
+    """Return a sentence on each function that the compiler has given up."""
+    return [*_LIMITS.reached]
 
 
 def _begin_compiling(_: Any = None) -> None:
@@ -118,16 +162,20 @@ def leave_to(way: StepWay, model: nn.Module, losses: Sequence[LossFunction], dat
     """
     if way.compile_mode is None:
         return
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_LIMITS)
     code = tuple(getattr(loss, "__code__", type(loss)) for loss in losses)
     modules = tuple((name, type(module)) for name, module in model.named_modules())
     shapes = tuple((name, parameter.shape) for name, parameter in model.named_parameters())
     job, scope = (code, modules, shapes, way.micro_batch), way.compile_scope if way.compiles_loss else None
-    for before in _made_for:
-        if before.job != job or not before.is_of(dataset) or (scope and before.scope not in (None, scope)):
-            torch.compiler.reset()
-        else:
-            scope = scope or before.scope
-    _made_for[:] = [_MadeFor(job, _is_same(dataset), scope)]
+    before = _made_for[0] if _made_for else None
+    if before and (before.job != job or not before.is_of(dataset) or (scope and before.scope not in (None, scope))):
+        torch.compiler.reset()
+        before = None
+    if before is None:
+        _LIMITS.reached.clear()
+        while _raised_limits:
+            torch._dynamo.config.recompile_limit = _raised_limits.pop()
+    _made_for[:] = [_MadeFor(job, _is_same(dataset), scope or (before.scope if before else None))]
 
 
 def _is_same(dataset: object) -> Callable[[object], bool]:
@@ -160,8 +208,10 @@ def compile_each(modules: Sequence[nn.Module], options: CompileOptions, varying_
     Modules of one class share their code, of which the compiler makes a graph for each kind: another width, another
     dtype of the input, with gradients and without. Beyond torch's limit of eight it would run the rest eagerly.
     """
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, GRAPHS_PER_MODULE * len(modules))
+    config, limit = torch._dynamo.config, GRAPHS_PER_MODULE * len(modules)
+    if limit > config.recompile_limit:
+        _raised_limits.append(config.recompile_limit)
+        config.recompile_limit = limit
     for module in modules:
         module.forward = _CompiledForward(module, options.arguments(), tuple(varying_dims))
 
