@@ -348,10 +348,13 @@ def test_a_run_is_compiled_as_in_a_process_of_its_own(tmp_path: Path) -> None:
         """Return how many graphs were made, and of how many operations."""
         counters, before = torch._dynamo.utils.counters["stats"], num_graphs()
         calls = counters["calls_captured"]
-        dt.train(replace(job, name=name), dt.configure(**settings, compile_scope=scope))
-        return num_graphs() - before, counters["calls_captured"] - calls
+        result = dt.train(replace(job, name=name), dt.configure(**settings, compile_scope=scope))
+        graphs = num_graphs() - before
+        assert result.compilation == f"{graphs or whole[0]} graphs in mode default"
+        return graphs, counters["calls_captured"] - calls
 
     ours = replace(stacked_job("ours"), valid=None)
+    whole = (0, 0)
     whole = trained(ours, "first", "loss")
     assert trained(ours, "again", "loss") == (0, 0), "the same job once more: its code is there"
     assert trained(ours, "both", "both")[0] > whole[0]

@@ -50,7 +50,7 @@ from drivetrain.strategies import (
     strategy_spec,
 )
 from drivetrain.strategies.base import LossFunction
-from drivetrain.strategies.compiling import num_graphs, uncompiled
+from drivetrain.strategies.compiling import what_was_compiled
 from drivetrain.strategies.loss_parts import LossParts, StepLog
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -399,9 +399,7 @@ class Session:
             return "not asked for" if self.config.compile.enabled is not None else "not used"
         if self.way.compiled_from is None:
             return "in the background: it was not done before the run ended"
-        graphs = num_graphs()
-        words = f"{graphs} graphs in mode {self.way.compile_mode}" if graphs else "asked for, but nothing was compiled"
-        return "; ".join([words, *uncompiled()])
+        return what_was_compiled(self.way)
 
     def set_global_batch(self, global_batch: int, why: str) -> None:
         """Give the job a number of samples per step that it did not have, measured before the run folder is claimed."""

@@ -132,11 +132,6 @@ class _Limits(logging.Filter):
 _LIMITS = _Limits()
 
 
-def uncompiled() -> list[str]:
-    """Return a sentence on each function that the compiler has given up."""
-    return [*_LIMITS.reached]
-
-
 def _begin_compiling(_: Any = None) -> None:
     _compiling.append(supervision.in_phase("compile"))
     _compiling[-1].__enter__()
@@ -151,6 +146,7 @@ class _MadeFor(NamedTuple):
     job: tuple[object, ...]
     is_of: Callable[[object], bool]  # whether a data set is the job's
     scope: CompileScope | None  # in which a loss function was compiled, if one was
+    graphs_before: int  # in this process, for others
 
 
 def leave_to(way: StepWay, model: nn.Module, losses: Sequence[LossFunction], dataset: object) -> None:
@@ -175,7 +171,8 @@ def leave_to(way: StepWay, model: nn.Module, losses: Sequence[LossFunction], dat
         _LIMITS.reached.clear()
         while _raised_limits:
             torch._dynamo.config.recompile_limit = _raised_limits.pop()
-    _made_for[:] = [_MadeFor(job, _is_same(dataset), scope or (before.scope if before else None))]
+    graphs = before.graphs_before if before else num_graphs()
+    _made_for[:] = [_MadeFor(job, _is_same(dataset), scope or (before.scope if before else None), graphs)]
 
 
 def _is_same(dataset: object) -> Callable[[object], bool]:
@@ -281,6 +278,13 @@ def modules_named(model: nn.Module, name: str) -> list[nn.Module]:
 def num_graphs() -> int:
     """Return how many graphs the compiler has made so far in this process: it can do nothing without a message."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def what_was_compiled(way: StepWay) -> str:
+    """Return how many graphs there are for a job that was run in this way, and what runs eagerly all the same."""
+    graphs = num_graphs() - (_made_for[0].graphs_before if _made_for else 0)
+    words = f"{graphs} graphs in mode {way.compile_mode}" if graphs else "asked for, but nothing was compiled"
+    return "; ".join([words, *_LIMITS.reached])
 
 
 def compiled(loss: LossFunction, options: CompileOptions) -> LossFunction:
