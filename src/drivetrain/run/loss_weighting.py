@@ -20,9 +20,9 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept, untouched
 from drivetrain.core.optimizers import chosen_parameters, only_training
 from drivetrain.core.world import World
-from drivetrain.data.batch import IGNORE_INDEX, MicroBatch, candidates
+from drivetrain.data.batch import IGNORE_INDEX, MicroBatch, candidates, leaves
 from drivetrain.data.division import Place, SampleStream
-from drivetrain.data.keyed_items import Collated, KeyedItems, draws_anything
+from drivetrain.data.keyed_items import Collated, KeyedItems, draws_anything, gather, gathers
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
 from drivetrain.loop import CapturedStepper, Stepper
@@ -294,13 +294,13 @@ def _parts_by_number(run: Session, numbers: Sequence[int], fewest: int) -> Parts
     Samples are chosen that count differently.
     """
     job = run.job
-    source, collate = KeyedItems(job.source.dataset, job.seed), Collated(job.collate)
+    fetch, collate = _fetching(job)
     wanted = min(MOST_SAMPLES, max(fewest, (job.largest_batch or 1) // 8))
     with generators_kept():
         items: list[Any] = []
         began = time.perf_counter()
         for first, last in pairwise([0, *range(wanted, len(numbers), FETCHED_AT_ONCE), len(numbers)]):
-            items += source.__getitems__([(_PROBE_EPOCH, number) for number in numbers[first:last]])
+            items += fetch([*numbers[first:last]])
             if time.perf_counter() - began > LOOK_SECONDS:
                 break
         while len(items) < FEWEST_SAMPLES:
@@ -320,6 +320,19 @@ def _parts_by_number(run: Session, numbers: Sequence[int], fewest: int) -> Parts
             draws,
             lambda count: [it for it in alone if count.is_in(it) and count.number(it) == 0][:2],
         )
+
+
+def _fetching(job: Job) -> tuple[Callable[[list[int]], list[Any]], Callable[[list[Any]], Any]]:
+    """Return what fetches samples by their numbers, and what makes a batch of them.
+
+    Where batches are gathered from tensors, a number stands for its sample until then: to fetch each one takes longer
+    than all the rest.
+    """
+    dataset = job.source.dataset
+    if gathers(dataset, job.collate) and all(leaf.device.type == "cpu" for leaf in leaves(dataset.tensors)):
+        return list, lambda numbers: gather(dataset, torch.tensor(numbers))
+    source = KeyedItems(dataset, job.seed)
+    return lambda numbers: source.__getitems__([(_PROBE_EPOCH, it) for it in numbers]), Collated(job.collate)
 
 
 def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
