@@ -258,6 +258,34 @@ def test_a_cpu_repeats_with_the_fastest_kernels(setups: Callable[..., Session]) 
     assert FirstSteps(run, built).bits(run.way.but(repeat="strict")).difference(first) == "", "the same numbers, too"
 
 
+def test_memory_that_another_way_holds_is_given_back(
+    setups: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step holds its activations: of large models, two ways do not fit side by side."""
+    run = setups(job_of())
+    steps, one = FirstSteps(run, build_model(run)), FirstSteps._once
+
+    def fits_alone(steps: FirstSteps, run: Session) -> Any:
+        if set(steps._ready) - {run.way}:
+            raise torch.OutOfMemoryError
+        return one(steps, run)
+
+    ways = [run.way, run.way.but(repeat="strict")]
+    expected = [steps.bits(way) for way in ways]
+    assert not any(bits.problem for bits in expected)
+    steps.release()
+    monkeypatch.setattr(FirstSteps, "_once", fits_alone)
+    assert [steps.bits(way) for way in ways] == expected
+    with pytest.raises(KeyError):  # which the caller takes for a cost that is not known
+        steps.seconds(ways)
+    monkeypatch.setattr(FirstSteps, "_once", _never_fits)
+    assert steps.bits(run.way).problem == "out of memory"
+
+
+def _never_fits(steps: FirstSteps, run: Session) -> Any:
+    raise torch.OutOfMemoryError
+
+
 def test_the_first_step_of_a_long_job_waits_a_minute_at_most() -> None:
     """A job of ten minutes, one of two hours, and one of two days."""
     assert [planner.repeat_seconds(left) for left in (600.0, 7200.0, 172_800.0)] == [30.0, 60.0, 864.0]

@@ -74,17 +74,20 @@ class FirstSteps:
 
     def bits(self, way: StepWay, *, twice: bool = True) -> Bits:
         """Run the first steps of a way and return their results. With `twice`, run them again, already compiled."""
-        try:
-            run = self._run.trying(way)
-            with run.numerics(), run.stream():
-                found = self._once(run)
-                again = self._once(run) if twice else found
-        except torch.OutOfMemoryError:
-            return Bits(problem="out of memory")
-        except Exception as error:  # noqa: BLE001  (a way that fails is one that is not used, whatever the reason)
-            lines = str(error.message if isinstance(error, DrivetrainError) else error).strip().splitlines()
-            return Bits(problem=f"{type(error).__name__}: {lines[0][:200] if lines else ''}")
-        return found.model_copy(update={"repeats_here": found == again})
+        for _ in range(2):
+            try:
+                run = self._run.trying(way)
+                with run.numerics(), run.stream():
+                    found = self._once(run)
+                    again = self._once(run) if twice else found
+                return found.model_copy(update={"repeats_here": found == again})
+            except torch.OutOfMemoryError:
+                pass
+            except Exception as error:  # noqa: BLE001  (a way that fails is one that is not used, whatever the reason)
+                lines = str(error.message if isinstance(error, DrivetrainError) else error).strip().splitlines()
+                return Bits(problem=f"{type(error).__name__}: {lines[0][:200] if lines else ''}")
+            self.release()  # what other ways have left: a CUDA graph holds all its activations
+        return Bits(problem="out of memory")
 
     def seconds(self, ways: Iterable[StepWay]) -> list[float]:
         """Return how long a step of each way takes, measured in turns, so that noise of the machine affects all."""
