@@ -397,9 +397,9 @@ class Job:
         return LossByTurn(self.loss) if isinstance(self.loss, Mapping) else self.loss
 
     @property
-    def loss_functions(self) -> list[LossFunction]:
-        """The loss function of each turn of a step; the only one where a step has no turns."""
-        return [turn.loss for turn in self.turns] or [self.loss_function]
+    def step_parts(self) -> list[object]:
+        """The objects that say what a step computes: in another job, one of them is another."""
+        return [self.model, *self.losses, self.source.dataset]
 
     @property
     def clips(self) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -361,6 +362,12 @@ def test_a_run_is_compiled_as_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert trained(ours, "whole", "loss") == whole
     wider = replace(ours, data=TensorDataset(torch.randn(32, 3, 4, dtype=torch.float64)[:, 0], ours.data.tensors[1]))
     assert trained(wider, "other data", "loss") == whole, "whose sizes may be others"
+
+    def scaled(factor: float) -> Callable[..., Tensor]:
+        return lambda model, batch: factor * ours.loss(model, batch)
+
+    graphs = [trained(replace(ours, loss=scaled(factor)), f"by {factor}", "loss") for factor in (1.0, 0.5)]
+    assert graphs[0] == graphs[1], "a number in the loss is part of its code, also of the second one's"
 
 
 class Annealed(nn.Module):

@@ -190,7 +190,7 @@ class StepProbe:
 
     def leave_to(self, way: StepWay) -> None:
         """Forget what was compiled before in this process, of another job or in another scope."""
-        leave_to(way, self._model, self._job.loss_functions, self._job.source.dataset)
+        leave_to(way, self._model, self._job.step_parts)
 
     def losses(self, way: StepWay, num_steps: int) -> list[float]:
         """Train a copy for some steps of one micro-batch each, and return the losses of this rank.
@@ -281,7 +281,7 @@ class StepProbe:
             return True
         if blocks_of is not None:
             return any(_has_compiled(type(block).forward) for block in repeated_blocks(blocks_of).values())
-        return all(_has_compiled(logging_loss(loss)) for loss in self._job.loss_functions)
+        return all(_has_compiled(logging_loss(loss)) for loss in self._job.losses)
 
     def _batch(self, way: StepWay) -> tuple[Any, int]:
         """Return the job's first micro-batch; where samples have different sizes, one of the largest found."""

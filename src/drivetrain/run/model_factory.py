@@ -141,7 +141,7 @@ def _refuse_several_optimizers(run: Session) -> None:
 
 def prepare_model(run: Session, model: nn.Module) -> Prepared:
     """Prepare a model that was built for the way that is followed."""
-    leave_to(run.way, model, run.job.loss_functions, run.job.source.dataset)
+    leave_to(run.way, model, run.job.step_parts)
     if run.way.channels_last and not run.shards:  # shards are rows, one after the other
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if run.config.distributed.sync_batchnorm and run.world.size > 1:

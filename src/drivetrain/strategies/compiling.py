@@ -143,28 +143,36 @@ def _end_compiling(_: Any = None) -> None:
 
 
 class _MadeFor(NamedTuple):
-    job: tuple[object, ...]
-    is_of: Callable[[object], bool]  # whether a data set is the job's
+    sizes: tuple[object, ...]
+    parts: list[Callable[[object], bool]]  # whether an object is this part of the job
     scope: CompileScope | None  # in which a loss function was compiled, if one was
     graphs_before: int  # in this process, for others
 
+    def is_job(self, sizes: tuple[object, ...], parts: Sequence[object]) -> bool:
+        same = len(parts) == len(self.parts) and all(is_same(it) for is_same, it in zip(self.parts, parts, strict=True))
+        return same and sizes == self.sizes
 
-def leave_to(way: StepWay, model: nn.Module, losses: Sequence[LossFunction], dataset: object) -> None:
+
+def leave_to(way: StepWay, model: nn.Module, parts: Sequence[object]) -> None:
     """Forget what the compiler made for another job of this process, or in another scope: it would use that here, too.
 
-    It does not notice that blocks are no longer compiled by themselves, and would run them eagerly; and of sizes that
-    differ from those it saw before it makes variables. A run must not depend on what came before it in its process:
-    resumed in a fresh one, it would round otherwise.
+    It does not notice that blocks are no longer compiled by themselves, and would run them eagerly; and sizes and
+    numbers that differ from those it saw before become variables of its code. A run must not depend on what came before
+    it in its process: resumed in a fresh one, it would round otherwise.
+
+    Args:
+        way: How steps are going to be run.
+        model: The job's model, before it is changed for that.
+        parts: The objects that say what a step computes: those of another job are others.
     """
     if way.compile_mode is None:
         return
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_LIMITS)
-    code = tuple(getattr(loss, "__code__", type(loss)) for loss in losses)
     modules = tuple((name, type(module)) for name, module in model.named_modules())
     shapes = tuple((name, parameter.shape) for name, parameter in model.named_parameters())
-    job, scope = (code, modules, shapes, way.micro_batch), way.compile_scope if way.compiles_loss else None
+    sizes, scope = (modules, shapes, way.micro_batch), way.compile_scope if way.compiles_loss else None
     before = _made_for[0] if _made_for else None
-    if before and (before.job != job or not before.is_of(dataset) or (scope and before.scope not in (None, scope))):
+    if before and not (before.is_job(sizes, parts) and (scope is None or before.scope in (None, scope))):
         torch.compiler.reset()
         before = None
     if before is None:
@@ -172,15 +180,19 @@ def leave_to(way: StepWay, model: nn.Module, losses: Sequence[LossFunction], dat
         while _raised_limits:
             torch._dynamo.config.recompile_limit = _raised_limits.pop()
     graphs = before.graphs_before if before else num_graphs()
-    _made_for[:] = [_MadeFor(job, _is_same(dataset), scope or (before.scope if before else None), graphs)]
+    scope = scope or (before.scope if before else None)
+    _made_for[:] = [_MadeFor(sizes, [_is_same(it) for it in parts], scope, graphs)]
 
 
-def _is_same(dataset: object) -> Callable[[object], bool]:
+def _is_same(thing: object) -> Callable[[object], bool]:
     """Return what tells whether another object is this one, which it does not keep alive."""
+    if isinstance(thing, MethodType):
+        method = weakref.WeakMethod(thing)  # a new object each time that it is looked up
+        return lambda other: method() == other
     try:
-        known = weakref.ref(dataset)
+        known = weakref.ref(thing)
     except TypeError:  # such as a list
-        number = id(dataset)
+        number = id(thing)
         return lambda other: id(other) == number
     return lambda other: known() is other
 
