@@ -178,7 +178,7 @@ def test_delays_of_a_real_run_land_in_their_buckets(
     assert seconds["step_lost"] == 0.0
 
 
-@pytest.mark.alone  # of a run of seconds, a hundredth is little: other processes take that long
+@pytest.mark.alone  # of a run of seconds, three hundredths are little: other processes take that long
 def test_a_real_run_that_is_killed_accounts_for_all_of_its_time(tmp_path: Path) -> None:
     began = time.time()
     with launching(tmp_path, str(SCRIPT), str(tmp_path), "40", forks=True, PAUSE="0.05") as process:
@@ -203,7 +203,7 @@ def test_a_real_run_that_is_killed_accounts_for_all_of_its_time(tmp_path: Path) 
     assert 0 < account.wall_seconds <= took
     assert account.wall_seconds > diary(tmp_path)[-1][1] - diary(tmp_path)[0][1]
     assert account.seconds["step"] >= 40 * 0.05
-    assert account.seconds["other"] <= 0.01 * account.wall_seconds
+    assert account.seconds["other"] <= 0.03 * account.wall_seconds  # the least of what is accounted for has 7 %
     assert 0 < account.seconds["recovery"] < took
     assert running.state == "running"
     assert running.goodput is not None
