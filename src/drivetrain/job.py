@@ -398,7 +398,7 @@ class Job:
 
     @property
     def step_parts(self) -> list[object]:
-        """The objects that say what a step computes: in another job, one of them is another."""
+        """The objects that define what a step computes: jobs that differ in it have different ones."""
         return [self.model, *self.losses, self.source.dataset]
 
     @property

@@ -117,12 +117,13 @@ class _Limits(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if "hit config." in str(record.msg) and isinstance(record.args, tuple) and len(record.args) >= 4:
             _, limit, function, reason = map(str, record.args[:4])
-            name = "the loss function" if "drivetrain" in function else function.split(" ")[0].strip("'")
+            is_loss = logging_loss.__code__.co_filename in function  # which calls that of the user
+            name = "the loss function" if is_loss else function.split(" ")[0].strip("'")
             guard = reason.partition(": ")[2].partition("#")[0].strip()
             self.reached.append(
                 f"{name} runs eagerly from here on: the compiler has made {limit} versions of it, as a Python value in "
-                f"it changes{guard and f' ({guard} no more)'}. Keep such a value in a tensor, for instance a buffer. A "
-                "resumed run is compiled anew, and may differ in rounding"
+                f"it changes{guard and f' ({guard} no longer holds)'}. Keep such a value in a tensor, for instance a "
+                "buffer. A resumed run is compiled anew, and may differ in rounding"
             )
             if self.tell is not None:
                 self.tell(self.reached[-1])
