@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -270,31 +270,6 @@ def test_close_finishes_what_was_judged_and_abandons_the_rest(tmp_path: Path) ->
     assert names(tmp_path / "c") == ["step-00000001"]
     saver.close()
     made(tmp_path / "c")[0].close()
-
-
-def test_a_save_does_not_wait_for_the_rests_of_getting_memory(tmp_path: Path) -> None:
-    """Memory is got piece by piece, with rests in which steps are launched; from the first save on, nobody rests."""
-
-    class Restful(Staging):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rests: list[bool] = []
-
-        def prepare(self, shards: Sequence[Shard], rest: Callable[[float], object] | None = None) -> None:
-            if rest is not None:
-                self.rests += [bool(rest(3600.0)), bool(rest(3600.0))]
-            super().prepare(shards)
-
-    staging = Restful()
-    checkpointer = Checkpointer(tmp_path / "c", World())
-    saver = BackgroundSaver(checkpointer, World(), staging)
-    saver.prepare(one(1.0), {})
-    saver.begin(1, one(1.0), {})
-    saver.judged()
-    saver.finish()
-    assert staging.rests == [True, True]
-    assert [outcome.waited_seconds for outcome in saver.take_news()] == [0.0]  # there was no save to wait for
-    assert checkpointer.steps() == [1]
 
 
 def test_memory_that_was_got_ahead_is_used(tmp_path: Path) -> None:

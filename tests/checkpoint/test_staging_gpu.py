@@ -1,8 +1,10 @@
 """Copies of a state that is on a GPU: right whatever the training stream does next, and without a wait of the host."""
 
 import json
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpoint import BackgroundSaver, Checkpoint, Checkpointer, Shard, staging
-from drivetrain.checkpoint.staging import Staging, _CudaCopy
+from drivetrain.checkpoint.staging import PIECE_BYTES, Staging, _CudaCopy
 from drivetrain.core.world import World
 from drivetrain.run import CheckpointSaver
 from tests.api.jobs import Variant, run
@@ -76,14 +78,60 @@ def test_the_copy_is_of_what_the_stream_had_been_given_before(clones: bool) -> N
     assert tensor.eq(2).all()
 
 
-def test_pinning_rests_after_each_piece() -> None:
-    """Nothing can be launched while a piece is pinned: without rests, no step got through for eight seconds."""
+def longest_launch(work: Callable[[], object]) -> float:
+    """Return the longest of the launches while a thread does `work`, in seconds."""
+    tensor, thread, seconds = torch.zeros(1, device="cuda"), threading.Thread(target=work), [0.0]
+    torch.cuda.synchronize()
+    thread.start()
+    while thread.is_alive():
+        began = time.perf_counter()
+        tensor.add_(1)
+        seconds.append(time.perf_counter() - began)
+        if len(seconds) % 50 == 0:
+            torch.cuda.synchronize()
+    return max(seconds)
+
+
+def test_launches_go_on_while_memory_is_pinned() -> None:
+    """The driver's lock is not held while the system gets the pages. Stock torch stops all launches for that long."""
     _, _, shards = big_state()
-    rests: list[float] = []
     copies = Staging(clones=False)
-    copies.prepare(shards, rest=rests.append)
-    assert len(rests) == len(copies._copies[0]._memory) > 4
-    assert min(rests) > 0
+    stock: list[Tensor] = []
+
+    def pin() -> None:
+        stock.extend(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(4))
+
+    assert 2 * longest_launch(lambda: copies.prepare(shards)) < longest_launch(pin)
+    assert all(memory.is_pinned() for memory in copies._copies[0]._memory)
+
+
+def test_memory_that_is_done_with_is_not_pinned_any_more() -> None:
+    copies = Staging(clones=False)
+    copies.prepare([Shard.whole("w", torch.ones(2**20, device="cuda"))])
+    staged = copies.take([Shard.whole("w", torch.ones(2**20, device="cuda"))])[0].tensor
+    copies.until_copied()
+    address, unregister = copies._copies[0]._memory[0].data_ptr(), torch.cuda.cudart().cudaHostUnregister
+    del copies
+    assert staged.is_pinned()  # for as long as any part of it is in use
+    assert staged.eq(1).all()
+    del staged
+    assert int(unregister(address)) != 0
+    with suppress(RuntimeError):  # the error of the line above
+        torch.zeros(1, device="cuda")
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is() -> None:
+    memory = staging._pinned_memory(2**21)
+    assert not staging._pin(memory)  # it is already
+    assert torch.ones(1, device="cuda").add_(1).item() == 2  # the error is not left to the next launch
+    tensor = torch.arange(2**20, device="cuda")
+    with mock.patch.object(staging, "_pin", return_value=False):
+        copies = Staging(clones=False)
+        copies.prepare([Shard.whole("w", tensor)])
+    assert not copies._copies[0]._memory[0].is_pinned()
+    staged = copies.take([Shard.whole("w", tensor)])[0].tensor
+    copies.until_copied()
+    assert torch.equal(staged, tensor.cpu())
 
 
 @BOTH_WAYS

@@ -95,7 +95,6 @@ class BackgroundSaver:
         self._has_peers, self._limit_seconds = world.size > 1, limit_seconds
         self._staging = staging or Staging()
         self._thread: threading.Thread | None = None
-        self._is_awaited = threading.Event()  # whether somebody waits for the thread
         self._save: _Save | None = None  # the newest
         self._news: list[SaveOutcome] = []
         self.held = HeldState(self._checkpointer)
@@ -113,7 +112,7 @@ class BackgroundSaver:
         def allocate() -> None:
             with contextlib.suppress(Exception):  # `begin` tries again, and reports the error
                 copied = without_frozen()
-                self._staging.prepare(copied, rest=self._is_awaited.wait)
+                self._staging.prepare(copied)
                 self._checkpointer.prepare(copied)
 
         self._start(allocate)
@@ -234,7 +233,6 @@ class BackgroundSaver:
 
     def _start(self, work: Callable[[], None]) -> None:
         # A daemon, so that a second Ctrl-C ends the process at once: a torn save is a leftover, never a checkpoint.
-        self._is_awaited.clear()
         self._thread = threading.Thread(target=work, name="drivetrain-save", daemon=True)
         self._thread.start()
 
@@ -253,7 +251,6 @@ class BackgroundSaver:
         """Wait for the thread. Return False if none of the files has grown for so long."""
         if self._thread is None:
             return True
-        self._is_awaited.set()
         num_bytes, since = -1, time.monotonic()
         while time.monotonic() - since < limit_seconds:
             self._thread.join(limit_seconds / LOOKS)

@@ -11,22 +11,24 @@ The host waits for neither, except in `until_copied`, which the writer's thread 
 """
 
 import math
-import time
-from collections.abc import Callable, Sequence
+import mmap
+import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from drivetrain.core.state import Shard
 
 PIECE_BYTES = 64 * 2**20  # pinning takes a lock that launches need, too; so it is done piece by piece
-REST = 2.0  # between two pieces, relative to the time of one: the launches of steps catch up
 ALIGNMENT = 64
 LEFT_FREE = 0.1  # of a device's memory, besides a clone: a later step may need more than the first
 PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 * 2**20
 
 
 class StagingLayout(NamedTuple):
@@ -54,10 +56,6 @@ class StagingPiece:
         }
 
 
-def _not_at_all(seconds: float) -> None:
-    """Do not rest: nothing else uses the device, or somebody waits."""
-
-
 class Staging:
     """Copies one state at a time: the last one must be done with before the next. Used by one thread at a time."""
 
@@ -66,15 +64,8 @@ class Staging:
         self._layouts: list[StagingLayout] = []
         self._copies: list[_Copy] = []
 
-    def prepare(self, shards: Sequence[Shard], rest: Callable[[float], object] = _not_at_all) -> None:
-        """Allocate the memory for a state like this one.
-
-        Costs time, so do it before the first `take`, in another thread.
-
-        Args:
-            shards: A state.
-            rest: Is called with seconds for which launches should have the device's driver to themselves.
-        """
+    def prepare(self, shards: Sequence[Shard]) -> None:
+        """Allocate the memory for a state like this one. It takes time: do it before the first `take`, in a thread."""
         layouts = [StagingLayout(shard.tensor.device, shard.tensor.dtype, shard.tensor.shape) for shard in shards]
         if layouts == self._layouts:
             return
@@ -83,7 +74,7 @@ class Staging:
         for number, layout in enumerate(layouts):
             numbers.setdefault(layout.device, []).append(number)
         self._copies = [
-            _CudaCopy(device, layouts, own, self._clones, rest) if device.type == "cuda" else _Copy(layouts, own)
+            _CudaCopy(device, layouts, own, self._clones) if device.type == "cuda" else _Copy(layouts, own)
             for device, own in numbers.items()
         ]
         self._layouts = layouts
@@ -109,21 +100,9 @@ class Staging:
 class _Copy:
     """Copies tensors that are in host memory already, or that no stream orders."""
 
-    def __init__(
-        self,
-        layouts: Sequence[StagingLayout],
-        numbers: Sequence[int],
-        rest: Callable[[float], object] = _not_at_all,
-        *,
-        pinned: bool = False,
-    ) -> None:
+    def __init__(self, layouts: Sequence[StagingLayout], numbers: Sequence[int], *, pinned: bool = False) -> None:
         self._pieces = _packed(layouts, numbers)
-        self._memory: list[Tensor] = []
-        for piece in self._pieces:
-            began = time.perf_counter()
-            self._memory.append(_host_memory(piece.used, pinned))
-            if pinned:
-                rest(REST * (time.perf_counter() - began))
+        self._memory = [(_pinned_memory if pinned else _host_memory)(piece.used) for piece in self._pieces]
         views: dict[int, Tensor] = {}
         for piece, memory in zip(self._pieces, self._memory, strict=True):
             views |= piece.views(memory, layouts)
@@ -145,9 +124,9 @@ class _CudaCopy(_Copy):
         layouts: Sequence[StagingLayout],
         numbers: Sequence[int],
         clones: bool | None,
-        rest: Callable[[float], object],
     ) -> None:
-        super().__init__(layouts, numbers, rest, pinned=True)
+        with torch.cuda.device(device):  # a thread begins with another, and would make a context there
+            super().__init__(layouts, numbers, pinned=True)
         self._device = device
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -219,14 +198,44 @@ def _packed(layouts: Sequence[StagingLayout], numbers: Sequence[int]) -> list[St
     return pieces
 
 
-def _host_memory(num_bytes: int, pinned: bool) -> Tensor:
-    if pinned:
-        # Where the system does not let us lock as much, the copy takes longer, and is as right.
-        with suppress(RuntimeError):
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+def _host_memory(num_bytes: int) -> Tensor:
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     memory.numpy()[::PAGE_BYTES] = 0  # the system hands out pages when they are touched: here, not in the loop
     return memory
+
+
+def _pinned_memory(num_bytes: int) -> Tensor:
+    """Get memory that a device copies to by itself, of huge pages where the system has them.
+
+    The lock of the driver is held for as long as pinning takes, and that is mostly getting the pages. They are touched
+    before: then it takes a tenth of what `pin_memory=True` does. Where the system does not let us lock as much, the
+    memory is not pinned: the copy takes longer, and is as right.
+    """
+    length = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES  # a driver took part of a page, and did not pin it
+    pages = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a page shared with a forked process would be copied, elsewhere
+        with suppress(AttributeError, OSError):
+            pages.madvise(getattr(mmap, advice))
+    array = np.frombuffer(pages, np.uint8)
+    start = -array.ctypes.data % HUGE_PAGE_BYTES
+    memory = torch.from_numpy(array)[start : start + length]
+    memory.numpy()[::PAGE_BYTES] = 0
+    if _pin(memory):
+        # Before the pages are unmapped, which the array keeps, as the memory's storage keeps the array.
+        weakref.finalize(array, _cudart().cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory[:num_bytes]
+
+
+def _pin(memory: Tensor) -> bool:
+    code = _cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(code):
+        with suppress(RuntimeError):  # which the next launch of this thread would report
+            torch.zeros(1, device="cuda")
+    return not int(code)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def has_room(device: torch.device, num_bytes: int) -> bool:
