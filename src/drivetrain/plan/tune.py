@@ -215,7 +215,7 @@ def _not_taken(first: RepeatTrial, cheapest: RepeatTrial | None, others: list[Re
 # batch: a way divides the same work differently, and nothing else.
 
 SMALLER_GAIN = 0.015  # for which a smaller micro-batch is taken
-MUCH_SLOWER = 0.025  # than the best: then no smaller one is tried, where steps are long
+MUCH_SLOWER = SMALLER_GAIN  # than the best: then no smaller one is tried, where steps are long
 SMALLER_GAIN_OF_SHORT = 0.1  # where a step is short: more launches gain nothing there, and noise is larger
 MOST_OUT_OF_MEMORY = 2
 # A measurement takes a fraction of the time that may be spent on all of them, but not less than noise asks for.

@@ -54,7 +54,7 @@ from drivetrain.strategies.loss_parts import LossParts
 
 NUM_STEPS, NUM_STEPS_CAPTURED = 4, 7  # a step is recorded after three, and replayed from there on
 ROUNDS, ROUND_SECONDS, MOST_STEPS = 7, 0.15, 50
-FEWER_ROUNDS = 2  # where a step takes longer than a round: such steps vary little
+FEWER_ROUNDS, FEWER_SECONDS = 2, 2.5  # where a step takes longer than a round: at least so many, for so long
 _CHUNK = 1 << 22
 _ODD = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
 CHILD = "drivetrain.commands.in_process"
@@ -97,8 +97,9 @@ class FirstSteps:
                 self.bits(way, twice=False)
         times: dict[StepWay, list[float]] = {way: [] for way in ways}
         counts: dict[StepWay, int] = {}
+        deadline = time.perf_counter() + FEWER_SECONDS
         for number in range(ROUNDS + 1):
-            if number > FEWER_ROUNDS and max(counts.values()) == 1:
+            if number > FEWER_ROUNDS and max(counts.values()) == 1 and time.perf_counter() > deadline:
                 break
             for way in ways:
                 run = self._run.trying(way)
