@@ -97,6 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    gc.set_threshold(20_000)  # looking for garbage after each 700 objects takes a twentieth of all the time
 
 
 @pytest.fixture

@@ -44,3 +44,4 @@ for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
     finalizer.atexit = False
 gc.freeze()
 gc.enable()
+gc.set_threshold(20_000)  # as in conftest.py
