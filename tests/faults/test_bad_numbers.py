@@ -144,8 +144,8 @@ def test_steps_that_are_left_out() -> None:
     assert [skips.next_after(step) for step in (0, 3, 7, 9, 20)] == [3, 7, 8, 20, None]
 
 
-def record(step: int, loss: float) -> StepRecord:
-    return StepRecord(step, 0, 32, loss, 32.0, 0.1, None, 0.1)
+def record(step: int, loss: float, samples: int = 32) -> StepRecord:
+    return StepRecord(step, 0, samples, loss, float(samples), 0.1, None, 0.1)
 
 
 def losses(count: int, seed: int = 0) -> list[float]:
@@ -160,6 +160,18 @@ def test_a_spike_is_told_and_noise_is_not() -> None:
     for step, loss in enumerate(losses(2000), start=1):
         watch.observe(record(step, loss + (5.0 if step in (700, 705) else 0.0)))
     assert [row["step"] for row in told] == [700], "one line for those that are close"
+
+
+def test_few_samples_are_noise_and_no_spike() -> None:
+    """The last step of an epoch of 5,000 samples has 8, where others have 64."""
+    generator = np.random.default_rng(0)
+    told: list[dict[str, Any]] = []
+    watch = SpikeWatch("alert", lambda kind, **facts: told.append(facts), lambda words: None)
+    for step in range(1, 79 * 40 + 1):
+        samples = 64 if step % 79 else 8
+        of_samples = np.where(generator.random(samples) < 0.06, 3.0 * generator.random(samples), 0.1)  # few are wrong
+        watch.observe(record(step, float(of_samples.mean()) + (9.0 if step == 79 * 20 else 0.0), samples))
+    assert [row["step"] for row in told] == [79 * 20], "one that is far off even so is told"
 
 
 def test_a_spike_rolls_back_where_that_is_asked_for() -> None:

@@ -228,7 +228,10 @@ def _what_is_bad(step: int, epoch: int, loss: float, norm: float | None, parts: 
 
 
 class SpikeWatch:
-    """Notices a loss far above those before it: by its distance from their moving mean, in mean deviations."""
+    """Notices a loss far above those before it: by its distance from their moving mean, in mean deviations.
+
+    The loss of fewer items varies more, as that of the smaller last step of an epoch: by the root of how many fewer.
+    """
 
     AFTER, DEVIATIONS, AT_LEAST, QUIET = 50, 10.0, 1.25, 100
     DECAY = 0.98
@@ -243,13 +246,15 @@ class SpikeWatch:
         """
         self._act, self._tell, self._say = act, tell, say
         self._seen, self._mean, self._deviation, self._told_at = 0, 0.0, 0.0, -self.QUIET
+        self._most_items = 1.0  # of a step
 
     def observe(self, record: StepRecord) -> None:
         """Look at a step. Raises `RollBackError` where that is asked for; alike on all ranks, as the loss is."""
         loss = record.loss
         if self._act == "off" or not math.isfinite(loss):
             return
-        off = loss - self._mean
+        self._most_items = max(self._most_items, record.num_items)
+        off = (loss - self._mean) * math.sqrt(max(record.num_items, 0.0) / self._most_items)
         if self._seen >= self.AFTER and off > self.DEVIATIONS * self._deviation and off > self._far():
             self._spiked(record)
             return  # it does not count among those before
