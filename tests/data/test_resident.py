@@ -411,6 +411,9 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "types": (Made(9, lambda n: {"x": n if n else 1.0}), default_collate, "['x'] is of type int, and item 0['x']"),
     "keys": (Made(9, lambda n: {"x": n, **({"y": n} if n == 8 else {})}), default_collate, "a dict with ['x', 'y']"),
     "texts": (Made(9, lambda n: (n, str(n))), default_collate, "its items hold str, and only numbers can be gathered"),
+    "texts between numbers": (
+        Made(9, lambda n: {"x": n, "name": str(n), "spacing": (1.0, 2.0)}), default_collate, "its items hold str",
+    ),
     "objects": (Made(9, lambda n: object()), default_collate, "its items cannot be stacked"),
     "sparse": (Made(9, lambda n: torch.eye(3).to_sparse()), default_collate, "cannot be stacked: Batches of sparse"),
     "sparse tensors": (TensorDataset(torch.eye(9).to_sparse()), default_collate, "layout sparse_coo"),

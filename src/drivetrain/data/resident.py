@@ -424,10 +424,8 @@ class _Probes:
         batch = _stacked(items)
         if self.generators.states() != before:
             raise NotResidentError(_OWN_GENERATOR)
-        rows = [leaves_of(one) for one in alone]
-        for number, leaf in enumerate(leaves_of(batch)):
-            if not isinstance(leaf, Tensor):
-                continue  # refused further on, by what it is
+        rows = [_tensors_in(one) for one in alone]  # texts are no rows: there are as many as items
+        for number, leaf in enumerate(_tensors_in(batch)):
             if not identical(torch.cat([one[number] for one in rows]), leaf):
                 raise NotResidentError(
                     "its items differ when they are read twice: they depend on a generator of their own, a clock, or "
@@ -450,6 +448,10 @@ class _Probes:
                 raise NotResidentError(f"its collate function {name} draws random numbers")
             if not identical(found, _stacked([self._read(sample) for sample in self.samples[:count]])):
                 raise NotResidentError(f"its collate function {name} does something else than stack items")
+
+
+def _tensors_in(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]  # others are refused, by what they are
 
 
 _OWN_GENERATOR = "its items draw from a generator of their own: they differ every time they are read"
