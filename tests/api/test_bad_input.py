@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from drivetrain import Config, ConfigError, DrivetrainError, Hook, Job, LossSum, StepContext
+from drivetrain import Config, ConfigError, DrivetrainError, EarlyStopping, Hook, Job, LossSum, StepContext
 from drivetrain.api.driving import drive
 from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpoint
@@ -216,6 +216,7 @@ class OfAnotherTrainer:
         ({"hooks": [Every("step")]}, "Every.every is 'step'"),
         ({"hooks": [NothingToCall()]}, r"NothingToCall has no __call__ of its own.*\n.*in place of on_step_end"),
         ({"hooks": [OfAnotherTrainer()]}, r"OfAnotherTrainer is no hook.*\n.*in place of on_train_batch_end"),
+        ({"hooks": [EarlyStopping(2)]}, r"EarlyStopping is no hook.*\n.*early_stopping=dt.EarlyStopping"),
         ({"hooks": [Every]}, r"got the class Every, expected an instance"),
         ({"hooks": [print]}, r"hooks=\[dt.every\(100, function\)\]"),
         ({"hooks": print}, "got builtin_function_or_method, expected a list"),
