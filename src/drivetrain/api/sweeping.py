@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -354,9 +355,7 @@ class _Sweep:
         tasks = ((pair, self._task(*pair, until)) for pair in left)
         for (index, seed), outcome in runner.each(tasks, self._why_not_more):
             if outcome["state"] == "refused":
-                raise DrivetrainError(
-                    outcome["error"], remedy="give a validation set, Job(valid=…), or another --metric"
-                )
+                raise DrivetrainError(outcome["error"], remedy=outcome["remedy"])
             row = self._ledger["variants"][index]
             row["runs"][str(seed)] = outcome
             self._settle(row, until)
@@ -602,11 +601,14 @@ def _on_a_line(error: Exception) -> str:
     return f"{told}; remedy: {error.remedy}" if isinstance(error, DrivetrainError) and error.remedy else told
 
 
+_NO_METRIC = "give a validation set, Job(valid=…), or another --metric"
+
+
 def run_task(task: SweepTask) -> Row:
     """Do one run, or what is left of it, and return what became of it."""
     began = time.monotonic()
     asked: list[int] = []
-    refused: list[str] = []  # why no variant can be compared
+    refused: list[tuple[str, str]] = []  # why no variant can be compared, and the remedy
 
     def when(step: int) -> bool:
         is_late = task.deadline is not None and time.time() > task.deadline
@@ -616,17 +618,22 @@ def run_task(task: SweepTask) -> Row:
 
     def go(job: Job, config: Config) -> None:
         if job.valid is None and not job.hooks and task.metric == "valid_loss":  # a hook may log any name
-            refused.append("the job has no validation set, so it has no valid_loss to be compared by")
+            refused.append(("the job has no validation set, so it has no valid_loss to be compared by", _NO_METRIC))
             return
         with pausing(when):
-            train(job, _for_run(config, task.folder), quiet=True)
+            result = train(job, _for_run(config, task.folder), quiet=True)
+        if forked and result.steps == result.resumed_from and result.finished:
+            why = f"{task.fork} is at the end of the job: nothing is left to train, and all would be alike"
+            refused.append((why, f"begin with an earlier checkpoint, --fork {source}@STEP, or train longer, --epochs"))
+            shutil.rmtree(task.folder)  # a copy; it would count as trained
 
-    error = ""
+    error, forked = "", False
+    source, _, at = task.fork.partition("@")
     if not _interrupts and not is_finished(task.folder) and not _has_reached(task):
         try:
             if task.fork and not task.folder.exists():
-                source, _, at = task.fork.partition("@")
                 fork_run(Path(source), task.folder, int(at) if at else None)
+                forked = True
             task.maker(task.settings, task.seed, go)
         except Exception as problem:  # noqa: BLE001 - a variant that fails does not end the others
             error = _on_a_line(problem)
@@ -637,14 +644,15 @@ def run_task(task: SweepTask) -> Row:
         if task.metric in known:
             error = f"{task.metric} is not a number"
         else:
-            refused.append(f"no {task.metric} was measured: there is {', '.join(known) or 'no metric at all'}")
+            why = f"no {task.metric} was measured: there is {', '.join(known) or 'no metric at all'}"
+            refused.append((why, _NO_METRIC))
     if value is not None and not math.isfinite(value):
         value, error = None, error or f"{task.metric} is {value} at step {step}"
     state = "failed" if error else "done" if is_finished(task.folder) else "paused" if asked else "interrupted"
     if state == "interrupted" and _has_reached(task):
         state = "paused"
     if refused:
-        state, error = "refused", refused[0]
+        state, error = "refused", refused[0][0]
     return {
         "state": state,
         "folder": str(task.folder),
@@ -653,6 +661,7 @@ def run_task(task: SweepTask) -> Row:
         "rung": task.until,
         "seconds": time.monotonic() - began,
         "error": error,
+        **({"remedy": refused[0][1]} if refused else {}),
     }
 
 
