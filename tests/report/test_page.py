@@ -301,7 +301,9 @@ def fault_rows(folder: Path) -> None:
         + row(55, "out of memory", step=85, words="micro-batches of 8")
         + row(56, "micro-batch capped", step=85, words="4 samples from now on")
         + row(60, "time", step=120, spent=spent)
+        + row(88, "claim")
         + row(90, "resume", step=120, since={"seconds": 5.0})
+        + row(91, "job changed", step=120, changes=["lr is 0.1, was 0.2", "samples 3 and 5 of the training data"])
         + row(100, "finish", step=300)
     )
     (folder / "attempts.jsonl").write_text(
@@ -329,6 +331,7 @@ def test_faults_and_recoveries_are_on_the_clock(tmp_path: Path) -> None:
         [1.0, "end", "1 min 40 s", "finished at step 300"],
     ]
     assert "<td>failure</td><td>killed</td>" in text
+    assert "<td>job changed</td><td>lr is 0.1, was 0.2; samples 3 and 5 of the training data</td>" in text
 
 
 def test_damaged_times_and_graphs_leave_a_page(tmp_path: Path) -> None:

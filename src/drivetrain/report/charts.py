@@ -327,6 +327,8 @@ def starts_and_marks(data: RunData) -> tuple[list[RunStart], list[Mark]]:
             starts.append(RunStart(at - float((before or {}).get("seconds") or 0.0), at, _step(row), at))
             spent, since, reached = {}, at, _step(row)
             continue
+        if kind == "claim":  # the next start has begun
+            continue
         reached = max(reached, _step(row))
         if kind in FAULTS or kind in RECOVERIES:
             marks.append(Mark(at, "fault" if kind in FAULTS else "recovery", _in_words(kind, row)))

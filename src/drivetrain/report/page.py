@@ -42,7 +42,7 @@ TOLD = (
     "stop", "finish", "note",
 )  # fmt: skip
 DRAWN = ("training_metrics.png", "knowledge_graph.png")  # by the script, with more to see: for readers without it
-_WORDS = ("words", "text", "error", "because", "cause", "problem", "way")
+_WORDS = ("words", "text", "error", "because", "cause", "problem", "way", "changes")
 
 
 def page(data: RunData, summary: str, pictures: Mapping[str, str], *, live: bool = False) -> str:
@@ -275,6 +275,7 @@ def _timeline(data: RunData) -> str:
         kind = str(row.get("event"))
         if kind in TOLD or kind in FAULTS:
             words = next((row[name] for name in _WORDS if row.get(name)), "")
+            words = "; ".join(map(str, words)) if isinstance(words, list) else words
             when = str(row.get("time", ""))[:19].replace("T", " ")
             rows.append((when, row.get("step", ""), kind, words))
     return table(("time (UTC)", "step", "event", ""), rows)

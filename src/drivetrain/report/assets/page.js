@@ -109,7 +109,7 @@
   const build = (entry) => {
     const { chart, box } = entry;
     const old = entry.plot, scale = old && old.scales.x, known = old && old.data[0];
-    const isZoomed = old && entry.axis === state.axis && (scale.min > known[0] || scale.max < known[known.length - 1]);
+    const isZoomed = old && entry.axis === state.axis && scale.min != null && (scale.min > known[0] || scale.max < known[known.length - 1]);
     const kept = isZoomed ? { min: scale.min, max: scale.max } : null;
     entry.axis = state.axis;
     if (old) old.destroy();
