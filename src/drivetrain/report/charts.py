@@ -327,7 +327,8 @@ def starts_and_marks(data: RunData) -> tuple[list[RunStart], list[Mark]]:
             starts.append(RunStart(at - float((before or {}).get("seconds") or 0.0), at, _step(row), at))
             spent, since, reached = {}, at, _step(row)
             continue
-        if kind == "claim":  # the next start has begun
+        if kind == "claim":  # the next start has begun: what follows is no sign of life of this one
+            marks += _ended_without_a_word(starts)
             continue
         reached = max(reached, _step(row))
         if kind in FAULTS or kind in RECOVERIES:
@@ -349,14 +350,20 @@ def starts_and_marks(data: RunData) -> tuple[list[RunStart], list[Mark]]:
 
 def _begun(row: Row, at: float, starts: Sequence[RunStart], reached: int) -> Iterator[Mark]:
     """Yield what the beginning of a start tells of the one before, and where this one goes on."""
-    if starts and not starts[-1].is_known_to_end:
-        yield Mark(starts[-1].ended, "fault", "ended without a word: killed, or the machine went down")
+    yield from _ended_without_a_word(starts)
     if row.get("event") == "resume":
         lost = max(0, reached - _step(row))
         words = f"went on from step {_step(row):,}" + (f"; {lost:,} steps done again" if lost else "")
         if starts:
             words += f", {format_duration(max(0.0, at - starts[-1].ended))} after the end"
         yield Mark(at, "recovery", words)
+
+
+def _ended_without_a_word(starts: Sequence[RunStart]) -> Iterator[Mark]:
+    """Yield that the last start ended, where nothing has told so."""
+    if starts and not starts[-1].is_known_to_end:
+        starts[-1].is_known_to_end = True
+        yield Mark(starts[-1].ended, "fault", "ended without a word: killed, or the machine went down")
 
 
 def _step(row: Row) -> int:
