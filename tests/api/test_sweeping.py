@@ -187,10 +187,11 @@ def test_a_fork_without_a_change_is_the_same_run_to_the_bit(tmp_path: Path) -> N
     assert [rate for _, _, rate in other[8:]] == pytest.approx([rate / 5 for _, _, rate in same[8:]])
     with pytest.raises(dt.DrivetrainError, match="no checkpoint of step 5"):
         fork_run(trunk, tmp_path / "x", 5)
-    for _ in range(2):  # what was left behind must not count as trained
+    for _ in range(2):
         with pytest.raises(dt.DrivetrainError, match=r"trunk is at the end of the job: nothing is left") as refused:
             dt.sweep(make, {"lr": [0.1, 0.02]}, name="none", fork=trunk, output_dir=tmp_path, quiet=True)
         assert "trunk@STEP" in refused.value.remedy
+        assert not list(tmp_path.glob("none/*-seed-*")), "it would count as trained when the sweep goes on"
 
 
 @pytest.mark.parametrize(

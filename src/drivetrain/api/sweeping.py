@@ -623,7 +623,7 @@ def run_task(task: SweepTask) -> Row:
         with pausing(when):
             result = train(job, _for_run(config, task.folder), quiet=True)
         if forked and result.steps == result.resumed_from and result.finished:
-            why = f"{task.fork} is at the end of the job: nothing is left to train, and all would be alike"
+            why = f"{task.fork} is at the end of the job: nothing is left to train"
             refused.append((why, f"begin with an earlier checkpoint, --fork {source}@STEP, or train longer, --epochs"))
             shutil.rmtree(task.folder)  # a copy; it would count as trained
 
