@@ -279,6 +279,7 @@ def test_memory_that_was_got_ahead_is_used(tmp_path: Path) -> None:
     saver.begin(1, state, {"x": 1})
     saver.judged()
     saver.finish()
+    assert [outcome.waited_seconds for outcome in saver.take_news()] == [0.0]  # there was no save to wait for
     assert checkpointer.steps() == [1]
 
 
