@@ -398,12 +398,12 @@ class Job:
 
     @property
     def step_parts(self) -> list[object]:
-        """The objects that define what a step computes: jobs that differ in it have different ones."""
+        """The objects that define what a step computes; a job with another model, loss or data set has others."""
         return [self.model, *self.losses, self.source.dataset]
 
     @property
     def clips(self) -> bool:
-        """Whether some gradient is clipped."""
+        """Whether the norm of any gradients is clipped."""
         return self.clip_norm is not None or any(optim.clip_norm is not None for optim in self.optims.values())
 
     def of_turn(self, turn: Turn) -> "Job":

@@ -314,8 +314,8 @@ def _hook_problem(hook: Any) -> Problem | None:
     kind, every = type(hook).__name__, getattr(hook, "every", None)
     if isinstance(hook, type):
         return _problem("hooks", hook, f"got the class {hook.__name__}, expected an instance", f"{hook.__name__}()")
-    for field, kinds in {"early_stopping": EarlyStopping, "swa": SWA, "schedule": OnPlateau}.items():
-        if isinstance(hook, kinds):
+    for field, its_class in {"early_stopping": EarlyStopping, "swa": SWA, "schedule": OnPlateau}.items():
+        if isinstance(hook, its_class):
             return _problem("hooks", hook, f"{kind} is no hook: it has a field of its own", f"{field}=dt.{kind}(…)")
     moments = [name for name in dir(hook) if name.startswith("on_")]  # as other trainers call them
     remedy = "def __call__(self, context): …, and every = 1 for each step"

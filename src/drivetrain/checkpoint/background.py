@@ -211,7 +211,7 @@ class BackgroundSaver:
 
     @property
     def needs_peers(self) -> bool:
-        """Whether a save is under way that takes the other ranks, too."""
+        """Whether a save is under way in which the other ranks take part."""
         return self._has_peers and self._save is not None and self._thread is not None and self._thread.is_alive()
 
     def close(self) -> str:

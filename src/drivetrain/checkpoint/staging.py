@@ -211,7 +211,8 @@ def _pinned_memory(num_bytes: int) -> Tensor:
     before: then it takes a tenth of what `pin_memory=True` does. Where the system does not let us lock as much, the
     memory is not pinned: the copy takes longer, and is as right.
     """
-    length = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES  # a driver took part of a page, and did not pin it
+    # Whole huge pages: for other lengths, a driver reported success and pinned nothing.
+    length = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     pages = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a page shared with a forked process would be copied, elsewhere
         with suppress(AttributeError, OSError):

@@ -230,7 +230,8 @@ def _what_is_bad(step: int, epoch: int, loss: float, norm: float | None, parts: 
 class SpikeWatch:
     """Notices a loss far above those before it: by its distance from their moving mean, in mean deviations.
 
-    The loss of fewer items varies more, as that of the smaller last step of an epoch: by the root of how many fewer.
+    The loss of a step with fewer items is noisier, as in the smaller last step of an epoch. Its distance is scaled by
+    the square root of its share of the most items that a step had.
     """
 
     AFTER, DEVIATIONS, AT_LEAST, QUIET = 50, 10.0, 1.25, 100
