@@ -83,6 +83,19 @@ def test_output_and_gradients_are_near_float64(recipe: Recipe, shape: tuple[int,
         assert float((found - wanted).norm() / wanted.norm()) < (0.05 if recipe == "fp8" else 0.08)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_outputs_whose_weights_differ_much_in_size_are_near_float64(recipe: Recipe) -> None:
+    layer, exact = layer_of(recipe)
+    with torch.no_grad():
+        sizes = torch.logspace(-2, 2, 512).unsqueeze(1)[torch.randperm(512)]
+        layer.weight.mul_(sizes)
+        exact.weight.mul_(sizes.double())
+    inputs, gradient = torch.randn(32, 256), torch.randn(32, 512) / sizes.t()
+    found = run(layer, inputs, gradient, torch.float32)[1]
+    wanted = run(exact, inputs, gradient, torch.float64)[1]
+    assert float((found - wanted).norm() / wanted.norm()) < (0.05 if recipe == "fp8" else 0.08)
+
+
 def test_by_rows_the_division_of_a_batch_is_nothing_but_order() -> None:
     layer, _ = layer_of("fp8")
     inputs, gradient = torch.randn(64, 256), torch.randn(64, 512)

@@ -249,31 +249,37 @@ def _product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], *, is_forward: 
 
 
 class _Fp8Product(torch.autograd.Function):
-    """Multiplies rows of inputs by a weight in FP8, in forward and backward."""
+    """Multiplies rows of inputs by a weight in FP8, in forward and backward.
+
+    The weight is scaled once, for both. By row its scales are those of outputs, over which the backward sums: so the
+    gradient is multiplied by them before it is scaled itself, by powers of two, which rounds nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, by_row: bool) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.by_row = by_row
-        e4m3 = torch.float8_e4m3fn
-        factors = scaled(rows, e4m3, 1 if by_row else None), scaled(weight.t(), e4m3, 0 if by_row else None)
-        return _product(*factors, is_forward=True)
+        e4m3, dim = torch.float8_e4m3fn, 1 if by_row else None
+        of_rows, of_weight = scaled(rows, e4m3, dim), scaled(weight, e4m3, dim)
+        ctx.save_for_backward(*of_weight, *((rows,) if by_row else of_rows))
+        ctx.by_row, ctx.weight_dtype = by_row, weight.dtype
+        return _product(of_rows, (of_weight[0].t(), of_weight[1].t()), is_forward=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows, weight = ctx.saved_tensors
-        by_row, gradient = ctx.by_row, gradients[0].contiguous()
-        kind = torch.float8_e4m3fn if by_row else torch.float8_e5m2
-        in_fp8 = scaled(gradient, kind, 1 if by_row else None)
+        weight, factor, *rows = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
         of_rows = of_weight = None
+        if ctx.by_row:
+            in_fp8 = scaled(gradient.float() * factor.t(), torch.float8_e4m3fn, 1)
+            factor = torch.ones_like(weight[:1], dtype=torch.float32)
+        else:
+            in_fp8 = scaled(gradient, torch.float8_e5m2, None)
         if ctx.needs_input_grad[0]:
-            other = scaled(weight, torch.float8_e4m3fn, 0 if by_row else None)
-            of_rows = _product(in_fp8, other, is_forward=False)
-        if ctx.needs_input_grad[1] and by_row:
-            of_weight = (gradient.t() @ rows).to(weight.dtype)
+            of_rows = _product(in_fp8, (weight, factor), is_forward=False)
+        if ctx.needs_input_grad[1] and ctx.by_row:
+            of_weight = (gradient.t() @ rows[0]).to(ctx.weight_dtype)
         elif ctx.needs_input_grad[1]:
             turned = in_fp8[0].t().contiguous(), in_fp8[1]
-            of_weight = _product(turned, scaled(rows, torch.float8_e4m3fn, None), is_forward=False).to(weight.dtype)
+            of_weight = _product(turned, (rows[0], rows[1]), is_forward=False).to(ctx.weight_dtype)
         return of_rows, of_weight, None
 
 
