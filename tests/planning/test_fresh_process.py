@@ -1,8 +1,11 @@
 """Trying whether a job's steps repeat: in fresh processes that run its script again, and in this one."""
 
+import importlib.util
 import json
 import math
 import os
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.tune import Repeatability, RepeatTrial
 from drivetrain.planning import fresh_process, planner
 from drivetrain.planning.fresh_process import FirstSteps, _digest
-from drivetrain.run import CHECKPOINTS, Session
+from drivetrain.run import CHECKPOINTS, Session, session
 from drivetrain.run.model_factory import build_model
 from tests import warm_python
 
@@ -71,6 +74,28 @@ def test_a_script_is_run_again_in_a_fresh_process(kind: str, value: str, tmp_pat
         assert "in a fresh process" in row["why"]
     events = [json.loads(line) for line in (tmp_path / "job" / "events.jsonl").read_text().splitlines()]
     assert [event["value"] for event in events if event["event"] == "repeatable"] == [value]
+
+
+def test_a_module_of_python_m_is_run_again_as_a_module(tmp_path: Path) -> None:
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "constants.py").write_text("FACTOR = 1e-4\n")
+    code = SCRIPT.replace("import drivetrain as dt", "import drivetrain as dt\nfrom .constants import FACTOR")
+    (package / "training.py").write_text(code.replace("1e-4 *", "FACTOR *"))
+    done = warm_python.run(["-m", "mine.training", "process", str(tmp_path)], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    row = yaml.safe_load((tmp_path / "job" / "plan.yaml").read_text())["repeatable"]
+    assert row["value"] == "no"
+    assert "the loss of step 1 differs between two runs of the same job" in row["why"]
+
+
+def test_a_librarys_runner_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m pytest` may train, too: to run that again would run all tests up to the one that does."""
+    for name, found in {"pytest.__main__": "", "unittest.__main__": "", "tests.waits": "tests.waits"}.items():
+        main = types.SimpleNamespace(__spec__=importlib.util.find_spec(name), __file__="main.py")
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        assert session.module_of_run() == found
 
 
 def job_of(loss: Callable[..., Tensor] | None = None, model: Any = None, **changes: Any) -> Job:

@@ -67,7 +67,9 @@ class _Done(BaseException):
         self.outcome = outcome
 
 
-def with_job(target: str, config: Config, action: Callable[[Job], T], arguments: Sequence[str] = ()) -> T:
+def with_job(
+    target: str, config: Config, action: Callable[[Job], T], arguments: Sequence[str] = (), *, module: str = ""
+) -> T:
     """Return an action's result for a target's job, which is not trained. A script runs up to its first `dt.train`.
 
     Args:
@@ -75,6 +77,7 @@ def with_job(target: str, config: Config, action: Callable[[Job], T], arguments:
         config: The configuration of the command.
         action: What to do with the job.
         arguments: The words that a script finds in `sys.argv` after its name.
+        module: The name of the script where it is run as a module, as by `python -m`.
     """
     if not target.endswith(".py"):
         with configured(config, target):
@@ -85,7 +88,7 @@ def with_job(target: str, config: Config, action: Callable[[Job], T], arguments:
 
     with configured(config, target, instead):
         try:
-            run_script(Path(target), arguments)
+            run_script(Path(target), arguments, module)
         except _Done as done:
             outcome: T = done.outcome
             return outcome
@@ -133,14 +136,18 @@ def job_of(found: Any, target: str, config: Config) -> Job:
     return job
 
 
-def run_script(path: Path, arguments: Sequence[str]) -> None:
+def run_script(path: Path, arguments: Sequence[str], module: str = "") -> None:
     if not path.is_file():
         raise ConfigError([Problem(str(path), "there is no such script", remedy="give the path of a Python file")])
-    sys.path.insert(0, str(path.parent.absolute()))  # as `python script.py` does
+    # As `python script.py` and `python -m module` do.
+    sys.path.insert(0, str(Path.cwd() if module else path.parent.absolute()))
     before = sys.argv[:]
     sys.argv[:] = [str(path), *arguments]
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(path), run_name="__main__")
     finally:
         sys.argv[:] = before
 
@@ -490,6 +497,7 @@ def answer_questions() -> None:
             config,
             lambda job: _serve(job, config, request, questions, answers),
             request["argv"][1:],
+            module=request["module"],
         )
     except Exception as error:  # any error of the target is reported to the asker
         _tell(answers, {"error": f"{type(error).__name__}: {error}"})

@@ -48,7 +48,7 @@ from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.tune import Bits, RepeatTrial
 from drivetrain.run.assemble import assemble, make_loader, make_stepper, trial_of
 from drivetrain.run.model_factory import prepare_model
-from drivetrain.run.session import Session, target_to_rerun
+from drivetrain.run.session import Session, module_of_run, target_to_rerun
 from drivetrain.strategies import SingleStrategy
 from drivetrain.strategies.loss_parts import LossParts
 
@@ -223,6 +223,7 @@ class Child:
         config = run.config.model_dump(mode="json")
         self.tell({
             "target": target,
+            "module": module_of_run(),
             "argv": sys.argv,
             "config": config,
             "identity": run.job.identity(),

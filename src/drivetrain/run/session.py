@@ -3,6 +3,7 @@
 import copy
 import os
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -65,6 +66,7 @@ _runs = [0]
 _claimed: list[Path] = []  # folders of runs, by this process
 _ended = [True]
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
+_OF_PACKAGES = {"site-packages", "dist-packages"}
 
 
 @contextmanager
@@ -125,12 +127,23 @@ def _switch_of(recorded: Mapping[str, Any], folder: Path) -> int | None:
 def target_to_rerun() -> str:
     """Return what a fresh process can run to get the job that is being trained; empty where there is no such thing.
 
-    A script is run up to its first `dt.train`: a later one cannot be reached. The module of `python -m` is not known.
+    A script is run up to its first `dt.train`: a later one cannot be reached.
     """
-    main = sys.modules["__main__"]
-    if num_trained() != 1 or (not _target.get() and getattr(main, "__spec__", None) is not None):
+    is_module = not _target.get() and getattr(sys.modules["__main__"], "__spec__", None) is not None
+    if num_trained() != 1 or (is_module and not module_of_run()):
         return ""
     return target_of_run()
+
+
+def module_of_run() -> str:
+    """Return the module that `python -m` runs, if it is not of an installed package, such as pytest; else nothing."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if _target.get() or spec is None or not spec.origin:
+        return ""
+    origin = Path(spec.origin).resolve()
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")}
+    is_installed = not _OF_PACKAGES.isdisjoint(origin.parts) or any(map(origin.is_relative_to, installed))
+    return "" if is_installed else str(spec.name)
 
 
 def note_end(finished: bool) -> None:
