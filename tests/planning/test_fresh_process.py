@@ -20,12 +20,13 @@ from torch.utils.data import TensorDataset
 from drivetrain import Job
 from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpointer
+from drivetrain.commands.in_process import _answer
 from drivetrain.config import configure
 from drivetrain.core.world import World
 from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.tune import Repeatability, RepeatTrial
 from drivetrain.planning import fresh_process, planner
-from drivetrain.planning.fresh_process import FirstSteps, _digest
+from drivetrain.planning.fresh_process import FirstSteps, RepeatProbe, _digest
 from drivetrain.run import CHECKPOINTS, Session, session
 from drivetrain.run.model_factory import build_model
 from tests import warm_python
@@ -314,3 +315,56 @@ def _never_fits(steps: FirstSteps, run: Session) -> Any:
 def test_the_first_step_of_a_long_job_waits_a_minute_at_most() -> None:
     """A job of ten minutes, one of two hours, and one of two days."""
     assert [planner.repeat_seconds(left) for left in (600.0, 7200.0, 172_800.0)] == [30.0, 60.0, 864.0]
+
+
+class Answering:
+    """Answers as the fresh process does, from this one: computes when it is asked for its answer."""
+
+    def __init__(self, steps: FirstSteps, told: list[str]) -> None:
+        self._steps, self._told = steps, told
+        self._answers: list[Callable[[], dict[str, Any]]] = [lambda: {"ready": True}]
+
+    def tell(self, question: dict[str, Any]) -> None:
+        self._told.append("asked")
+        self._answers.append(lambda: _answer(self._steps, question))
+
+    def answer(self) -> dict[str, Any]:
+        found = self._answers.pop(0)()
+        self._told += ["answered"] if "bits" in found else []
+        return found
+
+    def close(self) -> None:
+        assert not self._answers, "an answer was not awaited"
+
+
+@pytest.mark.parametrize("holds_both", [True, False])
+def test_a_variant_is_compiled_here_and_in_the_fresh_process_at_once(
+    setups: Callable[..., Session], no_kernels: None, monkeypatch: pytest.MonkeyPatch, holds_both: bool
+) -> None:
+    run = setups(job_of())
+    told: list[str] = []
+    steps_of = FirstSteps.bits
+
+    def bits(steps: FirstSteps, way: StepWay, *, twice: bool = True) -> Any:
+        told.extend(["here"] if twice else [])
+        return steps_of(steps, way, twice=twice)
+
+    monkeypatch.setattr(FirstSteps, "bits", bits)
+    monkeypatch.setattr(FirstSteps, "seconds", lambda steps, ways: [told.append("timed") or 1.0 for _ in ways])
+    model = build_model(run)
+    probe = RepeatProbe(run, model, run.way.micro_batch, holds_both=holds_both)
+    monkeypatch.setattr(probe, "_child", Answering(FirstSteps(run, model), told))
+    monkeypatch.setattr(probe, "_why_not_elsewhere", "")
+    way = run.way.but(compile_mode="default")
+    variant = way.but(repeat="strict")
+    try:
+        probe.here(way)
+        assert probe.here(variant).repeats
+        assert probe.cost_of(variant) == 0.0
+        assert probe.elsewhere(variant).repeats
+        assert probe.elsewhere(way).repeats, "what was not asked before is asked now"
+    finally:
+        probe.close()
+    first = ["here", "asked", "here", "answered", "timed", "timed"]
+    later = ["here", "here", "timed", "timed", "asked", "answered"]
+    assert told == (first if holds_both else later) + ["asked", "answered"]

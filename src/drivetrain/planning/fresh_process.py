@@ -280,9 +280,16 @@ class Child:
 class RepeatProbe:
     """Provides `here`, `elsewhere` and `cost_of` for `plan.tune`."""
 
-    def __init__(self, run: Session, model: nn.Module, micro_batch: int) -> None:
-        """Prepare the probe. With `micro_batch` samples, the steps of another process fit beside what is held here."""
-        self._run, self._micro_batch = run, micro_batch
+    def __init__(self, run: Session, model: nn.Module, micro_batch: int, *, holds_both: bool = False) -> None:
+        """Prepare the probe.
+
+        Args:
+            run: The run.
+            model: Its model, as it was built.
+            micro_batch: With so many samples, the steps of another process fit beside what is held here.
+            holds_both: Whether both may run such steps at the same time.
+        """
+        self._run, self._micro_batch, self._holds_both = run, micro_batch, holds_both
         self._target = target_to_rerun()
         self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-repeat-"))
         self._why_not_elsewhere = "" if self._target else "no other process can make this job"
@@ -291,13 +298,27 @@ class RepeatProbe:
         self._steps, self._found = FirstSteps(run, model), dict[StepWay, Bits]()
         self._chosen: StepWay | None = None
         self._is_ready = False
+        self._asked: StepWay | None = None  # of the fresh process, which has not answered yet
+        self._answered: tuple[StepWay, Bits] | None = None
 
     def here(self, way: StepWay) -> RepeatTrial:
-        """Run the first steps of a way twice in this process: what the search has compiled is used again."""
+        """Run the first steps of a way twice in this process: what the search has compiled is used again.
+
+        A variant that was not compiled yet is at the same time run in the fresh process, which compiles it as well, if
+        the memory holds both. Only one with deterministic kernels: others may be chosen by timing.
+        """
+        is_new = self._chosen is not None and way.compile_mode is not None and way.repeat == "strict"
         self._chosen = self._chosen or way
         smaller = self._smaller(way)
+        if is_new and self._holds_both and self._child is not None:
+            with suppress(ChildError):
+                self._ask(smaller)
         with untouched(self._run.world.device):
             self._found[way] = self._steps.bits(smaller)
+            if self._found[way].problem and self._asked is not None:  # the other process may have had the memory
+                with suppress(ChildError):
+                    self._await_answer()
+                self._found[way] = self._steps.bits(smaller)
         return _trial(way, [self._found[way]], 1)
 
     def elsewhere(self, way: StepWay) -> RepeatTrial:
@@ -327,6 +348,8 @@ class RepeatProbe:
     def cost_of(self, way: StepWay) -> float | None:
         """Return how much longer a step takes than the first way's, as a share; None if it cannot be timed."""
         assert self._chosen is not None
+        with suppress(ChildError):
+            self._await_answer()  # what it computes would slow what is timed here
         try:
             with untouched(self._run.world.device):
                 fast, other = self._steps.seconds([self._smaller(self._chosen), self._smaller(way)])
@@ -345,12 +368,29 @@ class RepeatProbe:
         self._child = None
 
     def _of_child(self, way: StepWay) -> Bits:
+        self._await_answer()
+        if self._answered is None or self._answered[0] != way or self._answered[1].problem:
+            self._ask(way)
+            self._await_answer()
+        assert self._answered is not None
+        return self._answered[1]
+
+    def _ask(self, way: StepWay) -> None:
+        """Have the fresh process run the first steps of a way, after what it was asked before."""
         assert self._child is not None
+        self._await_answer()
+        self._child.tell({"bits": way.model_dump(mode="json")})
+        self._asked = way
+
+    def _await_answer(self) -> None:
+        """Wait until the fresh process has answered what it was asked, if anything."""
+        if self._asked is None or self._child is None:
+            return
+        way, self._asked = self._asked, None
         if not self._is_ready:
             self._child.answer()
             self._is_ready = True
-        self._child.tell({"bits": way.model_dump(mode="json")})
-        return Bits.model_validate(self._child.answer()["bits"])
+        self._answered = way, Bits.model_validate(self._child.answer()["bits"])
 
 
 def _trial(way: StepWay, found: list[Bits], processes: int) -> RepeatTrial:

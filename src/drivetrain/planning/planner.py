@@ -505,7 +505,7 @@ def _repeatable(
             reason=f"not measured: about {seconds_left:.0f} s of work are left, too little to spend some "
             f"{REPEAT_START_SECONDS[run.world.device.type] + one_way:.0f} s on it"
         )
-    micro_batch = _micro_batch_of_copies(run, way, chosen)
+    micro_batch, holds_both = _micro_batch_of_copies(run, way, chosen)
     if not micro_batch:
         return way, Repeatability(reason="not measured: the memory does not hold the model and its optimizer twice")
     if not run.quiet:
@@ -519,7 +519,7 @@ def _repeatable(
 
     eager = tuned.measurement_of(way.but(compile_mode=None)) if way.compile_mode else None
     eager_cost = None if eager is None or eager.problem else eager.sample_seconds / chosen.sample_seconds - 1
-    probe = RepeatProbe(run, model, micro_batch)
+    probe = RepeatProbe(run, model, micro_batch, holds_both=holds_both)
     try:
         followed, found = find_repeatable(
             way,
@@ -558,19 +558,23 @@ def _why_not_repeated(run: Session, way: StepWay) -> str:
     return ""
 
 
-def _micro_batch_of_copies(run: Session, way: StepWay, chosen: Measurement) -> int:
-    """Return the largest micro-batch, halved as often as it takes, that fits beside a copy held here; 0: none does."""
+def _micro_batch_of_copies(run: Session, way: StepWay, chosen: Measurement) -> tuple[int, bool]:
+    """Return the largest micro-batch, halved as often as it takes, that fits beside a copy held here; 0: none does.
+
+    Also whether steps of it fit while such steps run here.
+    """
     if run.world.device.type != "cuda":
-        return way.micro_batch
+        return way.micro_batch, False
     held = chosen.parameter_bytes + chosen.gradient_bytes + chosen.optimizer_bytes
     limit = run.free_bytes() * run.config.memory.gpu_fraction
     size = way.micro_batch
     while size:
-        peak = held + max(0, chosen.peak_bytes - held) * size / way.micro_batch + CONTEXT_BYTES
+        beyond = max(0, chosen.peak_bytes - held) * size / way.micro_batch
+        peak = held + beyond + CONTEXT_BYTES
         if held + peak <= limit:
-            return size
+            return size, held + peak + held + beyond <= limit  # the way that was tried before is held here, too
         size //= 2
-    return 0
+    return 0, False
 
 
 def _followed_instead(tuned: Tuned, way: StepWay, cost: float) -> Tuned:
