@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.moe import Balance, Lifecycle, MixtureOfExperts, Rules, Settlement
+from drivetrain.moe.experts import gated_silu
 from tests.api.jobs import Variant
 from tests.moe.jobs import Mixture, run_mixture
 from tests.moe.reference import distance, gradients, plain_gradients
@@ -51,6 +52,28 @@ def test_each_way_equals_float64(kind: str, k: int, way: str, is_bf16: bool) -> 
         found = gradients(layer, tokens.to(CUDA, dtype), upstream.to(CUDA, dtype))
     assert found["output"].dtype == dtype
     assert distance(found, expected) < (6 * BF16 if is_bf16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "width"), [(300, 24), (77, 1), (64, 1408), (5, 2816), (0, 16)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gated_activation_is_rounded_once(rows: int, width: int, dtype: torch.dtype, compiled: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = (3 * torch.randn(rows, 2 * width, generator=generator)).to(CUDA, dtype)
+    upstream = torch.randn(rows, width, generator=generator).to(CUDA, dtype)
+    found, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    output = (torch.compile(gated_silu, dynamic=True) if compiled else gated_silu)(found)
+    output.backward(upstream)
+    gate, up = exact.chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    expected.backward(upstream.double())
+    assert found.grad is not None
+    assert exact.grad is not None
+    for one, other in ((output, expected), (found.grad, exact.grad)):
+        assert one.dtype == dtype
+        # Half a unit of the last place, and what fp32 loses where terms of both signs are added up.
+        limit = torch.finfo(dtype).eps * other.abs() + 1e-5
+        assert bool(((one.double() - other).abs() <= limit).all())
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gated"])

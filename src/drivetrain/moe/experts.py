@@ -1,6 +1,9 @@
 """Experts: their stacked weights, the router that chooses them for a token, and the ranks that they are on."""
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Self
 
@@ -169,11 +172,87 @@ class _GatedSilu(Function):
 
 
 def gated_silu(hidden: Tensor) -> Tensor:
+    """Return silu(gate) × up of the two halves of each row."""
+    if HAS_TRITON and hidden.is_cuda and hidden.dim() == 2 and hidden.dtype in ONE_KERNEL:
+        fused: Tensor = torch.ops.drivetrain.gated_silu(hidden)
+        return fused
     if torch.compiler.is_compiling():  # it fuses better by itself
         gate, up = hidden.chunk(2, -1)
         return functional.silu(gate) * up
     result: Tensor = _GatedSilu.apply(hidden)  # type: ignore[no-untyped-call]
     return result
+
+
+# The same on an NVIDIA GPU, in one kernel for each direction. The compiler's backward reads the gate and the gradient
+# twice, once for each half that it writes, and computes the activation anew: 0.78 ms of the 7.7 that a layer takes in
+# `python -m benchmarks moe`.
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+ONE_KERNEL = (torch.bfloat16, torch.float16, torch.float32)
+MOST_IN_BLOCK = 1024  # elements of a row that one program computes
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """Return the kernels of forward and backward, compiled at their first launch."""
+    triton: Any = importlib.import_module("triton")
+    tl: Any = importlib.import_module("triton.language")
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def forward(hidden, result, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64)
+        at = tl.program_id(1) * block + tl.arange(0, block)
+        inside = at < width
+        gate = tl.load(hidden + 2 * row * width + at, mask=inside).to(tl.float32)
+        up = tl.load(hidden + 2 * row * width + width + at, mask=inside).to(tl.float32)
+        tl.store(result + row * width + at, gate * tl.sigmoid(gate) * up, mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def backward(gradient, hidden, result, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64)
+        at = tl.program_id(1) * block + tl.arange(0, block)
+        inside = at < width
+        of_result = tl.load(gradient + row * width + at, mask=inside).to(tl.float32)
+        gate = tl.load(hidden + 2 * row * width + at, mask=inside).to(tl.float32)
+        up = tl.load(hidden + 2 * row * width + width + at, mask=inside).to(tl.float32)
+        share = tl.sigmoid(gate)
+        of_gate = of_result * up * share * (1 + gate * (1 - share))
+        tl.store(result + 2 * row * width + at, of_gate, mask=inside)
+        tl.store(result + 2 * row * width + width + at, of_result * gate * share, mask=inside)
+
+    return forward, backward
+
+
+def _launch(kernel: Any, hidden: Tensor, *tensors: Tensor) -> None:
+    """Launch a kernel over all rows of `hidden`, which may be none."""
+    num_rows, width = hidden.shape[0], hidden.shape[1] // 2
+    if not num_rows or not width:
+        return
+    block = min(MOST_IN_BLOCK, 1 << (width - 1).bit_length())
+    with torch.cuda.device(hidden.device):
+        kernel[(num_rows, -(-width // block))](*tensors, width, block)
+
+
+@torch.library.custom_op("drivetrain::gated_silu", mutates_args=())
+def _gated_silu(hidden: Tensor) -> Tensor:
+    result = hidden.new_empty(hidden.shape[0], hidden.shape[1] // 2)
+    _launch(_kernels()[0], hidden, hidden.contiguous(), result)
+    return result
+
+
+@torch.library.custom_op("drivetrain::gated_silu_backward", mutates_args=())
+def _gated_silu_backward(gradient: Tensor, hidden: Tensor) -> Tensor:
+    result = hidden.new_empty(hidden.shape)
+    _launch(_kernels()[1], hidden, gradient.contiguous(), hidden.contiguous(), result)
+    return result
+
+
+_gated_silu.register_fake(lambda hidden: hidden.new_empty(hidden.shape[0], hidden.shape[1] // 2))
+_gated_silu_backward.register_fake(lambda gradient, hidden: hidden.new_empty(hidden.shape))
+_gated_silu.register_autograd(
+    lambda ctx, gradient: torch.ops.drivetrain.gated_silu_backward(gradient, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
