@@ -108,10 +108,10 @@ class Experts(nn.Module):
             slots = torch.arange(self.num_slots, device=rows.device)
             numbers = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
             kinds = (torch.searchsorted(ends, numbers, right=True).unsqueeze(1) == slots).to(dtype)
-        hidden = functional.grouped_mm(rows, self.w_in.to(dtype).transpose(-2, -1), offs=ends)
+        hidden = functional.grouped_mm(rows, in_dtype(self.w_in, dtype).transpose(-2, -1), offs=ends)
         if kinds is not None and self.b_in is not None:
             hidden = torch.addmm(hidden, kinds, self.b_in.to(dtype))
-        result = functional.grouped_mm(self._activate(hidden), self.w_out.to(dtype).transpose(-2, -1), offs=ends)
+        result = functional.grouped_mm(self._activate(hidden), in_dtype(self.w_out, dtype).transpose(-2, -1), offs=ends)
         return result if kinds is None or self.b_out is None else torch.addmm(result, kinds, self.b_out.to(dtype))
 
     def loop(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -181,6 +181,26 @@ def gated_silu(hidden: Tensor) -> Tensor:
         return functional.silu(gate) * up
     result: Tensor = _GatedSilu.apply(hidden)  # type: ignore[no-untyped-call]
     return result
+
+
+def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight in a dtype, laid out as it is: the compiler would transpose it meanwhile, which takes longer."""
+    if weight.dtype == dtype or not (weight.is_cuda and torch.compiler.is_compiling()):
+        return weight.to(dtype)
+    cast: Tensor = torch.ops.drivetrain.cast(weight, dtype)
+    return cast
+
+
+@torch.library.custom_op("drivetrain::cast", mutates_args=())
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype)
+
+
+_cast.register_fake(lambda weight, dtype: torch.empty_like(weight, dtype=dtype))
+_cast.register_autograd(
+    lambda ctx, gradient: (gradient.to(ctx.dtype), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "dtype", inputs[0].dtype),
+)
 
 
 # The same on an NVIDIA GPU, in one kernel for each direction. The compiler's backward reads the gate and the gradient
