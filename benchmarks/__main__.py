@@ -17,6 +17,7 @@ from typing import Any
 
 import drivetrain
 from benchmarks import (
+    cache,
     capture,
     checkpoint_scale,
     checkpoint_write,
@@ -68,6 +69,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "fp8": fp8.measure,
     "feed": feed.measure,
     "capture": capture.measure,
+    "cache": cache.measure,
     "resident": resident.measure,
     "repeat": repeat.measure,
     "repeat-runs": repeat.measure_runs,
@@ -135,6 +137,7 @@ ONLY_BY_NAME = {  # long, or in need of more than this folder
     "darkroom-two-region",
 }
 NEEDS_A_GPU = {
+    "cache",
     "capture",
     "feed",
     "fp8",
