@@ -33,10 +33,10 @@ LAYERS = (
 ROW = {package: number for number, row in enumerate(LAYERS) for package in row}
 
 # The only places that may load modules late: the root, the command table, plugins and studies; and the processes of
-# `verify`, whose parent must stay free of torch (docs/how-it-works/decisions.md); and `prove`, which imports what its
-# processes did.
+# `verify`, whose parent must stay free of torch (docs/how-it-works/decisions.md); `prove`, which imports what its
+# processes did; and what runs the user's script again, which may be a module.
 MAY_LOAD_LATE = {
-    "__init__.py", "cli.py", "commands/command.py", "launch/worker.py", "core/plugins.py",
+    "__init__.py", "cli.py", "commands/command.py", "commands/in_process.py", "launch/worker.py", "core/plugins.py",
     "proving/processes.py", "verify/child.py", "verify/zygote.py",
 }  # fmt: skip
 
