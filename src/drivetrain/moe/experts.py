@@ -1,6 +1,5 @@
 """Experts: their stacked weights, the router that chooses them for a token, and the ranks that they are on."""
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -215,8 +214,8 @@ MOST_IN_BLOCK = 1024  # elements of a row that one program computes
 @cache
 def _kernels() -> tuple[Any, Any]:
     """Return the kernels of forward and backward, compiled at their first launch."""
-    triton: Any = importlib.import_module("triton")
-    tl: Any = importlib.import_module("triton.language")
+    import triton
+    from triton import language as tl
 
     @triton.jit  # type: ignore[untyped-decorator]
     def forward(hidden, result, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
