@@ -93,3 +93,28 @@ def test_a_closed_group_stays_referenced() -> None:
         one.own_group()
         one.close()
     assert not any(kept is group for kept in world._CLOSED)
+
+
+def least_of_ranks() -> tuple[int, bool, str]:
+    found = World(dist.get_rank(), dist.get_world_size(), group=dist.group.WORLD)
+    return found.least(7 - found.rank), found.hosts() is found, found.backend
+
+
+def test_the_least_number_of_all_ranks(gloo_pool: GlooPool) -> None:
+    """Over gloo, hosts need no group of their own for it."""
+    assert gloo_pool.run(least_of_ranks, world=3) == [(5, True, "gloo")] * 3
+    assert World().least(7) == 7
+    assert World().hosts().least(7) == 7
+    assert World().backend == ""
+
+
+@pytest.mark.gpu
+def test_hosts_meet_over_gloo_beside_nccl() -> None:
+    owner = World(device=torch.device("cuda", torch.cuda.current_device()))
+    one = World(device=owner.device, group=owner.own_group())
+    assert one.backend == "nccl"
+    assert one.hosts() is one.hosts()
+    assert one.hosts().backend == "gloo"
+    assert one.hosts().least(7) == 7
+    one.close()
+    owner.close()

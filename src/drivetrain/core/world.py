@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 # Groups that were left last stay referenced until others are. The destructor of a gloo group waits for the group's
 # threads while it holds Python's lock, and right after a collective a thread may still want that lock, to let go of a
-# tensor: the one that drops the last reference then, DDP for example, would wait forever. A world has up to four.
-_CLOSED: deque[dist.ProcessGroup | None] = deque(maxlen=4)
+# tensor: the one that drops the last reference then, DDP for example, would wait forever. A world has up to five.
+_CLOSED: deque[dist.ProcessGroup | None] = deque(maxlen=5)
 
 
 def _never_let_go() -> None:
@@ -69,6 +69,8 @@ class World:
         self.group = group
         self._owns_group = False
         self._aside: World | None = None
+        self._hosts: World | None = None
+        self._timeout: timedelta | None = None  # of collectives; None: torch's own
         self._grids: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     @classmethod
@@ -105,7 +107,7 @@ class World:
                 timeout=timeout,
             )
         world = cls(rank, size, local_rank, device, dist.group.WORLD)
-        world._owns_group = joined_here
+        world._owns_group, world._timeout = joined_here, timedelta(seconds=timeout_seconds)
         return world
 
     @staticmethod
@@ -139,6 +141,12 @@ class World:
         if self.group is None:
             return flag
         return bool(self.all_reduce(torch.tensor(int(flag), device=self.collective_device), dist.ReduceOp.MAX).item())
+
+    def least(self, number: int) -> int:
+        """Return the least of all ranks' numbers, on every rank."""
+        if self.group is None:
+            return number
+        return int(self.all_reduce(torch.tensor(number, device=self.collective_device), dist.ReduceOp.MIN).item())
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, on every rank, in rank order. The value must survive JSON."""
@@ -209,15 +217,29 @@ class World:
         if self.group is None:
             return self
         if self._aside is None:
-            try:
-                group = dist.new_group(backend="gloo", timeout=_ASIDE_TIMEOUT)
-            except RuntimeError as error:
-                raise DrivetrainError(
-                    f"the ranks cannot meet over gloo, which saving beside training needs: {error}",
-                    remedy="name the network interface in GLOO_SOCKET_IFNAME, or save with --no-async-save",
-                ) from None
-            self._aside = World(self.rank, self.size, self.local_rank, group=group)
+            self._aside = self._over_gloo(_ASIDE_TIMEOUT, "saving beside training", "save with --no-async-save")
         return self._aside
+
+    def hosts(self) -> "World":
+        """Return a world of the same ranks whose collectives do not wait for a device, for the thread that trains.
+
+        Made at the first call, by all ranks together; belongs to this world, which closes it.
+        """
+        if self.group is None or dist.get_backend(self.group) == "gloo":
+            return self
+        if self._hosts is None:
+            self._hosts = self._over_gloo(self._timeout, "steps that ranks replay together", "use --capture off")
+        return self._hosts
+
+    def _over_gloo(self, timeout: timedelta | None, what_for: str, otherwise: str) -> "World":
+        try:
+            group = dist.new_group(backend="gloo", timeout=timeout)
+        except RuntimeError as error:
+            raise DrivetrainError(
+                f"the ranks cannot meet over gloo, as {what_for} needs: {error}",
+                remedy=f"name the network interface in GLOO_SOCKET_IFNAME, or {otherwise}",
+            ) from None
+        return World(self.rank, self.size, self.local_rank, group=group)
 
     def own_group(self) -> dist.ProcessGroup:
         """Return the process group; a world of one creates a group on demand and closes it together with itself."""
@@ -251,14 +273,19 @@ class World:
             _CLOSED.append(group)
             dist.destroy_process_group(group)
         self._grids.clear()
-        if self._aside is not None:
-            _CLOSED.append(self._aside.group)
-            dist.destroy_process_group(self._aside.group)
-            self._aside = None
+        for other in filter(None, (self._aside, self._hosts)):
+            _CLOSED.append(other.group)
+            dist.destroy_process_group(other.group)
+        self._aside = self._hosts = None
         if self._owns_group:
             _CLOSED.append(dist.group.WORLD)
             dist.destroy_process_group()
             self._owns_group = False
+
+    @property
+    def backend(self) -> str:
+        """What the collectives run on; empty for one process."""
+        return "" if self.group is None else str(dist.get_backend(self.group))
 
     @property
     def collective_device(self) -> torch.device:
