@@ -308,6 +308,14 @@ def rescaling(num_samples: int, count: Tensor | float) -> Tensor | float:
     return num_samples / count if count else 0.0
 
 
+def forget_scaled_step(parts: StrategyParts) -> None:
+    """Discard what the gradient scaler keeps of a step that was begun, and what it lends a fused optimizer for it."""
+    if parts.precision.scales_loss:
+        parts.scaler._per_optimizer_states.clear()
+        for name in ("grad_scale", "found_inf"):
+            vars(parts.optimizer).pop(name, None)
+
+
 @dataclass(frozen=True)
 class Trial:
     """A batch to try a model on."""
@@ -350,7 +358,9 @@ class Strategy(Protocol):
 class CapturableStrategy(Strategy, Protocol):
     """A strategy whose step can be captured as a CUDA graph and replayed: nothing in it asks the host."""
 
-    parts: StrategyParts
+    @property
+    def parts(self) -> StrategyParts:
+        """What it was given."""
 
     @property
     def num_values(self) -> int:

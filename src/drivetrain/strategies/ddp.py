@@ -1,7 +1,8 @@
 """DistributedDataParallel: every rank holds a whole copy, gradients are all-reduced while backward runs.
 
 Loss sum, count and stop request travel with the gradients: they are the gradient of one small parameter that takes part
-in every forward at value zero. So a step has no extra collective, and no extra wait.
+in every forward at value zero. So a step has no extra collective, and no extra wait. The stop request is read from the
+device, where a replay of a captured step finds it, too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,20 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.metrics import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.world import World
-from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Together, Trial, rescaling, try_out
+from drivetrain.strategies.base import (
+    Objective,
+    ObjectiveCall,
+    StrategyParts,
+    Together,
+    Trial,
+    forget_scaled_step,
+    rescaling,
+    try_out,
+)
 from drivetrain.strategies.replicated import load_whole_state, some_names, whole_state
 from drivetrain.strategies.spec import StrategyContext, StrategySpec
+
+_NEVER = 2**31 - 1  # iterations, between two that DDP times
 
 
 @dataclass(frozen=True)
@@ -40,13 +52,20 @@ class _CarryingObjective(Objective):
         super().__init__(parts, scale=float(world.size))  # DDP averages over ranks; a step is a sum
         # float64: counts stay exact, and sums are as good as the losses they are made of.
         self.carrier = nn.Parameter(torch.zeros(3, dtype=torch.float64, device=world.device))
-        self.stop = 0.0
+        # No buffer: DDP would replace it by that of rank 0.
+        self._stop, self._stop_on_host = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
+
+    def send_stop(self, stop: float) -> None:
+        """Send this rank's stop request with the gradients of the steps that are enqueued from now on."""
+        if stop != self._stop_on_host:
+            self._stop_on_host = stop
+            self._stop.fill_(stop)
 
     def forward(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
         objective = super().forward(batch, num_samples, step_samples, weight)
         losses, count = self.take_tallies()
         total = losses[0][0].double() * losses[0][1] if losses else 0.0
-        parts = [self._on_device(part) for part in (total, count, float(self.stop))]
+        parts = [self._on_device(total), self._on_device(count), self._stop]
         return objective + torch.dot(self.carrier, torch.stack(parts))
 
     def _on_device(self, part: Tensor | float) -> Tensor:
@@ -131,16 +150,67 @@ class DdpStrategy:
         if self._ddp.require_backward_grad_sync:
             self._refuse_unreduced()  # now: a rank that waits for the others in anything else would not get to it
 
+    @property
+    def parts(self) -> StrategyParts:
+        """What it was given."""
+        return self._parts
+
+    @property
+    def num_values(self) -> int:
+        """The number of values that a step's record needs for named parts of the loss and for logged values."""
+        return self._parts.loss_parts.num_values + self._parts.step_log.num_values
+
     def step(self, stop: float) -> StepOutcome:
+        outcome = self.move()
+        self.send_stop(stop)
+        self.follow()
+        return outcome
+
+    def move(self) -> StepOutcome:
         carried = cast(Tensor, self._objective.carrier.grad) * self._world.size  # a copy: the bucket is used again
         if self._parts.scaler.is_enabled():
             carried = carried / self._parts.scale()
         total, count, stopping = carried.unbind()
         factor = rescaling(self._samples, count) if self._objective.counts_items else None
-        norm, skipped = self._parts.update(factor, self.together, [total])
+        norm, skipped = self._parts.move(factor, self.together, [total])
         self._ddp.zero_grad()
-        self._objective.stop = stop  # travels with the next gradients
         return self._parts.outcome([(total, 1.0)], count, stopping, norm, skipped)
+
+    def follow(self) -> None:
+        self._parts.follow()
+
+    def send_stop(self, stop: float) -> None:
+        """Send this rank's stop request with the next step's gradients."""
+        self._objective.send_stop(float(stop))
+
+    def settle_timing(self) -> None:
+        """Keep DDP from timing iterations after its first ten: the host waits for the device to know what they took.
+
+        Otherwise it times every hundredth, and one that is captured cannot be timed.
+        """
+        self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)  # type: ignore[no-untyped-call]
+
+    def alone(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
+        """Return the objective without the other ranks: neither this forward nor its backward communicates."""
+        self._samples = step_samples
+        return cast(Tensor, self._objective(batch, num_samples, step_samples, weight))
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether DDP is in the middle of reducing gradients. After an error there it refuses every later step."""
+        try:
+            self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return True
+        return False
+
+    def abandon(self) -> None:
+        """Discard a step that was begun."""
+        self._objective.take_tallies()
+        self._parts.forget_step()
+        self._parts.mixtures.forget()
+        self._ddp.zero_grad()
+        forget_scaled_step(self._parts)
 
     def _refuse_unreduced(self) -> None:
         """Raise if DDP still waits for a gradient: those that are there are of this rank alone.
@@ -186,6 +256,7 @@ def options_of(context: StrategyContext) -> DdpOptions:
 SPEC = StrategySpec(
     make=lambda context: DdpStrategy(context.world, options_of(context)),
     processes="several",
+    captures=True,
     several_optimizers=True,
     options=("distributed.bucket_cap_mb", "distributed.static_graph", "distributed.gradient_as_bucket_view"),
 )
