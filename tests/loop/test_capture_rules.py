@@ -23,7 +23,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.precision import Precision
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import Draws
-from drivetrain.loop import make_capturable, why_not_captured
+from drivetrain.loop import make_capturable, why_not_captured, why_not_here
 from drivetrain.loop.capture_rules import (
     NotStaticError,
     changes,
@@ -88,7 +88,6 @@ def hooked() -> torch.optim.Optimizer:
     ("changes", "words"),
     [
         ({"world": World(device=torch.device("cpu"))}, "this run is on cpu"),
-        ({"world": World(size=2, device=GPU, group=cast(Any, object()))}, "2 processes share a step"),
         ({"strategy": "data_parallel"}, "data_parallel"),
         ({"num_micro_steps": 40}, "40 micro-batches"),
         ({"activations": "offload"}, "activations: offload"),
@@ -121,6 +120,40 @@ def test_the_reason_is_named(changes: dict[str, Any], words: str) -> None:
 )
 def test_otherwise_nothing_stands_in_the_way(changes: dict[str, Any]) -> None:
     assert reason(**changes) == ""
+
+
+class Ranks(World):
+    """Two ranks on GPUs, over a backend that need not be there."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(size=2, device=GPU, group=cast(Any, object()))
+        self._over = backend
+
+    @property
+    def backend(self) -> str:
+        return self._over
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend", "changes", "words"),
+    [
+        ("ddp", "gloo", {}, "gloo runs its collectives on the host"),
+        ("ddp", "nccl", {"has_turns": True}, "each with a DDP of its own"),
+        ("fsdp", "nccl", {}, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"),
+        ("expert_parallel", "nccl", {}, "expert_parallel: the host has to know"),
+        ("deepspeed", "nccl", {}, "deepspeed: its step asks the host"),
+        ("ddp", "nccl", {}, ""),
+    ],
+)
+def test_why_several_processes_do_not_capture(strategy: str, backend: str, changes: dict[str, Any], words: str) -> None:
+    found = reason(world=Ranks(backend), strategy=strategy, **changes)
+    assert words in found
+    assert words or not found
+
+
+def test_several_processes_capture_only_if_that_is_asked_for() -> None:
+    assert why_not_here(Ranks("nccl"), asserts=False).startswith("2 processes share a step")
+    assert why_not_here(Ranks("nccl"), asserts=False, is_asked_for=True) == ""
 
 
 def test_a_parameter_elsewhere() -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -290,7 +290,8 @@ class _Run(Session):
         )
         if start.checkpoint is None:
             try_last_batch(self, loader, parts)
-        if start.faults.changes_steps:
+        changes_steps = start.faults.changes_steps
+        if changes_steps or (self.way.capture and self.world.any(changes_steps)):  # on another rank
             why = parts.why_not_captured or "faults are injected into steps"
             parts = replace(parts, objective=start.faults.around(parts.objective), why_not_captured=why)
         check_aims(self.job, [*(f"loss_{name}" for name in self.part_names), *self.step_log.names])
@@ -305,7 +306,8 @@ class _Run(Session):
         stepper = make_stepper(self, parts, loader=loader, clock=clock)
         if wants_capture and parts.why_not_captured:
             stepper.why_not = parts.why_not_captured
-        with open_recorder(self, start.folder, loader, resumed_from, clock, parts.flops_per_sample) as recorder:
+        opened = open_recorder(self, start.folder, loader, resumed_from, clock, parts.flops_per_sample)
+        with closing(stepper), opened as recorder:
             self._tell(start, parts, loader, stepper, resumed_from, recorder)
             loop = _Loop(self, start, parts, loader, stepper, recorder, resumed_from)
             loop.run()

@@ -238,6 +238,7 @@ class StrategyFacts(Value):
             is cut by `strategies.sharding` before the strategy gets it; or parts by DeepSpeed's ZeRO stage.
         shares_experts: whether the experts of mixtures are shared out among processes.
         captures: whether its step can be captured as a CUDA graph (`CapturableStrategy`).
+        why_not_captured: why not, in a line for the user.
         several_optimizers: whether a job may have several optimizers, and several losses in turn.
         norms: whether it computes a gradient norm in the steps that ask for one (`StrategyParts.norms`).
         own_loop: why `dt.drive` cannot use it; empty where it can.
@@ -256,6 +257,7 @@ class StrategyFacts(Value):
     memory: Literal["whole", "shards", "zero"] = "whole"
     shares_experts: bool = False
     captures: bool = False
+    why_not_captured: str = ""
     several_optimizers: bool = False
     norms: bool = True
     own_loop: str = ""

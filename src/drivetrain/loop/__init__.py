@@ -9,6 +9,7 @@ from drivetrain.loop.capture import (
     MicroInput,
     own_stream,
 )
+from drivetrain.loop.capture_joint import JointCapturedStepper
 from drivetrain.loop.capture_rules import make_capturable, why_not_captured, why_not_here
 from drivetrain.loop.stepper import Stepper
 
@@ -18,6 +19,7 @@ __all__ = [
     "CapturedStep",
     "CapturedStepper",
     "CudaRecorder",
+    "JointCapturedStepper",
     "MicroInput",
     "Stepper",
     "make_capturable",

@@ -140,6 +140,7 @@ class CapturedStep:
     ) -> None:
         self._strategy = strategy
         self._outcome: StepOutcome | None = None
+        self.objectives: dict[int, Tensor] = {}  # of the last replay, by micro-step; overwritten by the next one
         self._passage = passage = _passage_of([each.batch for each in inputs], strategy.num_values)
         whole_samples = step_samples or sum(each.num_samples for each in inputs)
 
@@ -147,7 +148,9 @@ class CapturedStep:
             batch, num_samples, weight = inputs[number]
             if isinstance(batch, Rows):
                 batch = batch.gather() if passage is None else passage.gather(number)
-            strategy.backward(objective(batch, num_samples, whole_samples, weight))
+            value = objective(batch, num_samples, whole_samples, weight)
+            self.objectives[number] = value.detach()
+            strategy.backward(value)
 
         def end() -> None:
             outcome = _on_device(strategy.move())
@@ -158,8 +161,11 @@ class CapturedStep:
                 self._outcome = outcome
 
         def micro_step(number: int) -> None:
-            learn(number)
-            if number == len(inputs) - 1:
+            if number < len(inputs) - 1:
+                with strategy.accumulate():
+                    learn(number)
+            else:
+                learn(number)
                 end()
 
         try:
@@ -256,6 +262,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -267,7 +274,14 @@ class CudaRecorder:
         except BaseException:
             self._mend()
             raise
+        self._graphs.append(graph)
         return graph.replay
+
+    def release(self) -> None:
+        """Destroy its graphs, whatever still refers to them: an error that is on its way may, for long."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
     def _mend(self) -> None:
         """Reset the allocator and the generator, which a failed capture leaves in the middle of it."""
@@ -286,10 +300,10 @@ class CudaRecorder:
                 continue
 
 
-_Before = list[weakref.ref[Tensor]]  # the tensors of a step's batches, without keeping them
+LastBatch = list[weakref.ref[Tensor]]  # the tensors of a step's batches, without keeping them
 
 
-class _StepInput(NamedTuple):
+class StepInput(NamedTuple):
     """A step that is to be run: its micro-batches, and their data on the device or as rows of resident data."""
 
     place: Place
@@ -306,11 +320,11 @@ class _StepInput(NamedTuple):
         return self.place.num_samples, *parts
 
 
-class _Recorded:
+class RecordedShape:
     """A captured step for one shape, and the tensors that its batches are copied into."""
 
     def __init__(
-        self, make: Callable[[list[Any]], CapturedStep], batches: list[Any], leaves: list[Tensor], before: "_Before"
+        self, make: Callable[[list[Any]], CapturedStep], batches: list[Any], leaves: list[Tensor], before: LastBatch
     ) -> None:
         # A tensor that came in the last step, too, is a buffer that its owner fills: it is read in place.
         self._is_fixed = [leaf is last() for leaf, last in zip(leaves, before, strict=True)]
@@ -369,13 +383,13 @@ class CapturedStepper(Stepper):
         if self._num_replays and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the host waits: a graph must not go while it runs
         self._record: Record | None = None
-        self._recorded: dict[Hashable, _Recorded] = {}
-        self._not_used: list[_Recorded] = []  # may be running: they go when the device was awaited
+        self._recorded: dict[Hashable, RecordedShape] = {}
+        self._not_used: list[RecordedShape] = []  # may be running: they go when the device was awaited
         self._num_rare = 0
         self._seen: dict[Hashable, int] = {}
-        self._before: dict[Hashable, _Before] = {}  # the last batch of each shape
-        self._shown: _Recorded | None = None  # whose gradients the parameters have
-        self._last: _Recorded | None = None  # that was replayed, if the last step was a replay
+        self._before: dict[Hashable, LastBatch] = {}  # the last batch of each shape
+        self._shown: RecordedShape | None = None  # whose gradients the parameters have
+        self._last: RecordedShape | None = None  # that was replayed, if the last step was a replay
         self._state: State | None = None  # when the first step was recorded
         self._looks_again = False
 
@@ -418,7 +432,7 @@ class CapturedStepper(Stepper):
         if self.keeps_batch:
             self._last_batch = next((micro.batch for micro in reversed(micros) if micro.weight), None)
         batches = [micro.batch if isinstance(micro.batch, Rows) else self._moved(micro.batch) for micro in micros]
-        step, leaves = _StepInput(place, micros, batches, stop), list[Tensor]()
+        step, leaves = StepInput(place, micros, batches, stop), list[Tensor]()
         try:
             key = step.key(leaves)
         except NotStaticError as reason:
@@ -433,7 +447,7 @@ class CapturedStepper(Stepper):
             return self._run_here(step)
         return self._replay(recorded, step)
 
-    def _replay(self, recorded: _Recorded, step: "_StepInput") -> StepOutcome:
+    def _replay(self, recorded: RecordedShape, step: StepInput) -> StepOutcome:
         first = step.batches[0]
         outcome = recorded.step.replay(float(step.stop), first.start if type(first) is Rows else 0)
         if self._shown is not recorded:
@@ -470,7 +484,7 @@ class CapturedStepper(Stepper):
 
         return seeded()
 
-    def _run_here(self, step: "_StepInput") -> StepOutcome:
+    def _run_here(self, step: StepInput) -> StepOutcome:
         self._shown = self._last = None
         place, micros, batches, stop = step
         if self._turns is None:
@@ -502,7 +516,7 @@ class CapturedStepper(Stepper):
             self._drawn += changes(self._generators, now)
         self._generators = now
 
-    def _warm_up(self, key: Hashable, step: "_StepInput", leaves: list[Tensor]) -> StepOutcome:
+    def _warm_up(self, key: Hashable, step: StepInput, leaves: list[Tensor]) -> StepOutcome:
         elsewhere = next((leaf.device for leaf in leaves if leaf.device != self._device), None)
         if elsewhere is not None:
             self._give_up(f"a part of the batch is on {elsewhere}, and a replay reads {self._device}")
@@ -525,7 +539,7 @@ class CapturedStepper(Stepper):
         self._num_rare += is_rare
         return self._capture(key, step, leaves, before, is_rare=is_rare)
 
-    def _watched(self, step: "_StepInput") -> StepOutcome:
+    def _watched(self, step: StepInput) -> StepOutcome:
         """Run a step of the warm-up. An effect that a replay would not have ends the attempt; the step is done."""
         before, self._drawn = self._python_state(), []
         generator = self._generator or torch.default_generator
@@ -543,7 +557,7 @@ class CapturedStepper(Stepper):
         return outcome
 
     def _capture(
-        self, key: Hashable, step: "_StepInput", leaves: list[Tensor], before: _Before, *, is_rare: bool
+        self, key: Hashable, step: StepInput, leaves: list[Tensor], before: LastBatch, *, is_rare: bool
     ) -> StepOutcome:
         # A rare one may fail for want of memory, which the others have: it is recorded apart from them.
         is_apart = is_rare and bool(self._recorded)
@@ -552,22 +566,14 @@ class CapturedStepper(Stepper):
         if not is_apart:
             self._record = record
 
-        def make(batches: list[Any]) -> CapturedStep:
-            inputs = [
-                MicroInput(batch, micro.num_samples, micro.weight)
-                for batch, micro in zip(batches, step.micros, strict=True)
-            ]
-            num_samples = step.place.num_samples
-            return CapturedStep(record, self._capturable, self._objective, inputs, num_samples, self._begin_part)
-
         state = self._python_state()
         try:
-            recorded = _Recorded(make, step.batches, leaves, before)
+            recorded = RecordedShape(partial(self._step_of, record, step), step.batches, leaves, before)
         except Exception as error:  # noqa: BLE001  (whatever cannot be recorded can be run)
             if is_apart:
                 self._num_rare = MOST_RARE
             else:
-                self._give_up(f"recording the step failed: {_cause(error)}")
+                self._give_up(f"recording the step failed: {cause_of(error)}")
             self._begin_again()
             return self._run_here(step)
         found = changes(state, self._python_state())
@@ -583,12 +589,19 @@ class CapturedStepper(Stepper):
             self._give_up(f"the step changes {found[0]} in Python, which a replay would not")
             return outcome
         if not self._recorded and self._num_starts == 1:
-            parts = len(step.micros)
-            graphs = "one CUDA graph" if parts == 1 else f"{parts} CUDA graphs, one for each micro-batch,"
-            self.tell(CAPTURED, f"replayed as {graphs} from step {step.place.step + 1} on")
+            self.tell(CAPTURED, f"replayed as {graphs_in_words(step)} from step {step.place.step + 1} on")
         self._state = state if self._state is None else self._state
         self._recorded[key] = recorded
         return outcome
+
+    def _step_of(self, record: Record, step: StepInput, batches: list[Any]) -> CapturedStep:
+        """Capture a step on these batches."""
+        inputs = [
+            MicroInput(batch, micro.num_samples, micro.weight)
+            for batch, micro in zip(batches, step.micros, strict=True)
+        ]
+        samples = step.place.num_samples
+        return CapturedStep(record, self._capturable, self._objective, inputs, samples, self._begin_part)
 
     def _begin_again(self) -> None:
         """Restore the generators to the beginning of the step."""
@@ -617,7 +630,13 @@ class CapturedStepper(Stepper):
         self.tell(NOT_CAPTURED, reason)
 
 
-def _cause(error: BaseException) -> str:
+def graphs_in_words(step: StepInput) -> str:
+    """Return how many graphs a step takes."""
+    parts = len(step.micros)
+    return "one CUDA graph" if parts == 1 else f"{parts} CUDA graphs, one for each micro-batch,"
+
+
+def cause_of(error: BaseException) -> str:
     """Return the root cause of a failed capture: ending it raises another error over the one that broke it."""
     while error.__context__ is not None:
         error = error.__context__

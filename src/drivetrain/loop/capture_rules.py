@@ -63,11 +63,14 @@ def why_not_captured(
     draws: Draws | None = None,
 ) -> str:
     """Return the reason in words; empty if nothing is known that prevents capture."""
-    here = why_not_here(world, asserts=asserts)
+    here = why_not_here(world, asserts=asserts, is_asked_for=True)
     if here:
         return here
-    if not strategy_facts(strategy).captures:
-        return f"the strategy {strategy} gives work to several devices"
+    facts = strategy_facts(strategy)
+    if not facts.captures:
+        return facts.why_not_captured or f"steps of the strategy {strategy} are not captured"
+    if world.size > 1 and (found := _why_not_joint(world, has_turns=has_turns)):
+        return found
     if num_micro_steps > MOST_MICRO_STEPS:
         return f"a step has {num_micro_steps} micro-batches, and at most {MOST_MICRO_STEPS} are captured"
     if has_turns and num_micro_steps > 1:
@@ -82,13 +85,21 @@ def why_not_captured(
     return _why_not_optimizer(optimizer, world.device, precision)
 
 
-def why_not_here(world: World, *, asserts: bool) -> str:
-    """Return the reason that is known before there is a model."""
+def why_not_here(world: World, *, asserts: bool, is_asked_for: bool = False) -> str:
+    """Return the reason that is known before there is a model. Several processes capture only if that is asked for."""
     if world.device.type != "cuda":
         return f"only CUDA devices replay a step, and this run is on {world.device.type}"
-    if world.size > 1:
+    if world.size > 1 and not is_asked_for:
         return f"{world.size} processes share a step, and a replay cannot wait for the others"
     return "device assertions look at every batch from Python" if asserts else ""
+
+
+def _why_not_joint(world: World, *, has_turns: bool) -> str:
+    """Return why several processes cannot capture their steps together."""
+    backend = world.backend
+    if backend != "nccl":
+        return f"{backend} runs its collectives on the host, and a CUDA graph holds only what the device does"
+    return "a step has several turns, each with a DDP of its own, which was not tried in a graph" if has_turns else ""
 
 
 def _why_not_optimizer(optimizer: Optimizer, device: torch.device, precision: Precision) -> str:

@@ -155,6 +155,9 @@ class Stepper:
     def start_over(self) -> None:
         """Discard captured steps: what they compute has changed."""
 
+    def close(self) -> None:
+        """Release captured steps, at the end of a run: before the process group whose collectives they hold."""
+
     def in_words(self) -> str:
         """Return whether steps are captured, for the summary; empty if capture was not asked for."""
         return f"not captured: {self.why_not}" if self.why_not else ""

@@ -35,7 +35,11 @@ def facts_of(run: Session, model: nn.Module, planned: PlannedRun) -> KnobFacts:
         cpu_precisions=tuple(run.hardware.cpu.precisions),
         num_threads=torch.get_num_threads(),
         has_convolutions=has_convolutions(model),
-        why_not_captured=why_not_here(run.world, asserts=run.config.device.assertions),
+        why_not_captured=why_not_here(
+            run.world,
+            asserts=run.config.device.assertions,
+            is_asked_for=planned.way.capture or "capture" in run.pinned(),  # by an earlier start, or now
+        ),
         why_micro_batch=planned.why_capped or planned.batch_size_found,
         num_units=_num_units(run, model),
     )

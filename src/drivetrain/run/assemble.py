@@ -20,7 +20,7 @@ from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.weights import WeightsTaken, plainly_named
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.goodput import start_marks
-from drivetrain.core.hook import StepContext, settlement_of
+from drivetrain.core.hook import NoSettlement, StepContext, settlement_of
 from drivetrain.core.isolation import buffers_kept, is_out_of_memory, model_kept, untouched
 from drivetrain.core.metrics import logging_loss
 from drivetrain.core.optimizers import LossByTurn, Turn, may_draw
@@ -34,7 +34,7 @@ from drivetrain.data.feed import ResidentFeed, feed_for
 from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Collate, Columns, Draws, what_draws
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.data.source import Source, source_of
-from drivetrain.loop import CapturedStepper, Stepper, make_capturable, why_not_captured
+from drivetrain.loop import CapturedStepper, JointCapturedStepper, Stepper, make_capturable, why_not_captured
 from drivetrain.loop.schedule import Rates, rates_of
 from drivetrain.loop.validation import BatchNormPass, Validation, Validator
 from drivetrain.monitor.phases import NoClock, PhaseClock, count_apart, counted
@@ -45,6 +45,7 @@ from drivetrain.run.session import Session
 from drivetrain.strategies import Average, RunningMean, SingleStrategy, Strategy, StrategyParts, Trial, make_average
 from drivetrain.strategies.base import LossFunction, ObjectiveCall
 from drivetrain.strategies.compiling import varying_dims_of
+from drivetrain.strategies.ddp import DdpStrategy
 from drivetrain.strategies.loss_parts import LossParts, StepLog
 from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn
 
@@ -354,9 +355,27 @@ def _settle_capture(run: Session, given: StrategyParts, rates: Rates, draws: Dra
     if not found and division.micro_batch < division.global_batch:
         counted = given.loss_parts.counted
         found = f"the items of the part {counted[0]!r} of the loss are counted before each step" if counted else ""
+    if not found and run.world.size > 1:
+        found = _why_not_joint(run, given)
+    if run.way.capture:  # where one rank cannot, none does
+        found = next(filter(None, [found, *run.world.gather(found)]), "")
     if not found:
         make_capturable(given.optimizer)
     return found
+
+
+def _why_not_joint(run: Session, given: StrategyParts) -> str:
+    """Return why ranks that train with DDP cannot capture the steps of this job; empty if they can."""
+    settings = run.config.distributed
+    if settings.find_unused_parameters:
+        return "with --find-unused-parameters, DDP's host asks the device in every step which weights were used"
+    if settings.static_graph:
+        return "with --static-graph, DDP reduces in another way, which was not tried in a CUDA graph"
+    if not isinstance(given.mixtures, NoSettlement):
+        return "ranks add up the load of a mixture's experts after each step, which was not tried between replays"
+    if given.loss_parts.num_values:
+        return "several ranks sum up named parts of the loss beside the gradients, which was not tried in a CUDA graph"
+    return ""
 
 
 def device_reasons(run: Session, optimizer: Optimizer, draws: Draws, division: Division) -> str:
@@ -533,6 +552,11 @@ def make_stepper(
     """
     seed, world, clock = run.job.seed, world or run.world, clock or NoClock()
     sizes = None if loader is None else _compiled_sizes(run, loader)
+    if isinstance(parts.strategy, DdpStrategy) and not parts.why_not_captured:
+        # It finds no resident samples by itself: they are gathered beforehand.
+        joint = JointCapturedStepper(parts.strategy, parts.objective, world, seed, draws=parts.draws, clock=clock)
+        joint.compiled_sizes = sizes
+        return joint
     if isinstance(parts.strategy, (SingleStrategy, TurnsStrategy)) and not parts.why_not_captured:
         captured = CapturedStepper(parts.strategy, parts.objective, world, seed, draws=parts.draws, clock=clock)
         if loader is not None and isinstance(loader.feed, ResidentFeed):

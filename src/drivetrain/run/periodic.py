@@ -56,6 +56,10 @@ class NormCadence:
 
     def settle_captured(self, step_seconds: float | None) -> None:
         """Decide before the first step, which may be captured, with its norm or without. None: no replay was timed."""
+        if self._world.size > 1:  # the ranks agree, before the first step: a replay is without a norm on all or on none
+            told = self._world.gather([self._norm_seconds, step_seconds])
+            self._norm_seconds = max(norm for norm, _ in told)
+            step_seconds = told[0][1]
         is_short = step_seconds is not None and self._norm_seconds <= MOST_OF_NORMS * step_seconds
         self._is_captured = True
         self._settle(1 if is_short else EVERY_CAPTURED, step_seconds)

@@ -392,6 +392,7 @@ SPEC = StrategySpec(
     keeps_on_host=_keeps_on_host,
     describe=_describe,
     memory="zero",
+    why_not_captured="deepspeed: its step asks the host whether gradients have overflowed",
     norms=False,  # its step clips and moves the weights in one call
     own_loop="DeepSpeed has to run the forward itself, and dt.drive leaves it to the loop",
     package="deepspeed",

@@ -119,6 +119,7 @@ SPEC = StrategySpec(
     make=_make,
     processes="several",
     shares_experts=True,
+    why_not_captured="expert_parallel: the host has to know in every step how many rows go to which rank",
     options=("distributed.expert_rest",),
     options_by_name=True,
     rest_by="distributed.expert_rest",

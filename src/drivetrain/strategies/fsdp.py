@@ -323,6 +323,8 @@ def _make(context: StrategyContext) -> FsdpStrategy:
 SPEC = StrategySpec(
     make=_make,
     memory="shards",
+    why_not_captured="fsdp: FSDP2 keeps events of its own streams from one module to the next, and a recording must "
+    "not wait for one from outside of it (CUDA_ERROR_STREAM_CAPTURE_ISOLATION); not tried here",
     several_optimizers=True,
     options=(
         "distributed.fsdp_offload",

@@ -20,7 +20,15 @@ from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
 from drivetrain.data.division import key_of
-from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
+from drivetrain.strategies.base import (
+    Objective,
+    ObjectiveCall,
+    StrategyParts,
+    Trial,
+    forget_scaled_step,
+    rescaling,
+    try_out,
+)
 from drivetrain.strategies.replicated import load_whole_state, whole_state
 from drivetrain.strategies.spec import StrategySpec
 
@@ -103,10 +111,7 @@ class SingleStrategy:
         self.parts.forget_step()
         self.parts.mixtures.forget()
         self._begins = True
-        if self._scaler is not None:
-            self._scaler._per_optimizer_states.clear()
-            for name in ("grad_scale", "found_inf"):  # what the scaler lends a fused optimizer for its step
-                vars(self.parts.optimizer).pop(name, None)
+        forget_scaled_step(self.parts)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         return whole_state(self.parts.saved)
@@ -306,6 +311,7 @@ SPEC_DATA_PARALLEL = StrategySpec(
     make=lambda context: DataParallelStrategy(context.world, context.devices),
     processes="one",
     devices="several",
+    why_not_captured="the strategy data_parallel gives work to several devices",
     own_loop="with data_parallel what the model draws at random in your own loop would not be keyed",
     takes=("ddp",),  # one process communicates nothing: they change nothing
     conflicts=(
