@@ -24,7 +24,7 @@ from drivetrain.core.hook import ExpertAccess, Hook, Rehearsal, StepContext
 from drivetrain.core.world import World
 from drivetrain.moe import Balance, Lifecycle, MixtureOfExperts, Rules, Sleep, SleepRules, Slots
 from drivetrain.moe.replay import Replay, Reservoir
-from drivetrain.moe.sleep_cycle import Night
+from drivetrain.moe.sleep import Night
 from tests.api.jobs import Trained, Variant, Vectors, run
 from tests.api.test_resume import PlantedError
 from tests.gloo_pool import GlooPool

@@ -15,8 +15,7 @@ from drivetrain.moe.mixture import (
     mixtures_in,
 )
 from drivetrain.moe.replay import Reservoir
-from drivetrain.moe.sleep import Sleep
-from drivetrain.moe.sleep_cycle import SleepRules
+from drivetrain.moe.sleep import Sleep, SleepRules
 from drivetrain.moe.slots import Slots
 
 __all__ = [
