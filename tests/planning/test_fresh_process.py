@@ -94,7 +94,9 @@ def test_a_module_of_python_m_is_run_again_as_a_module(tmp_path: Path) -> None:
 def test_a_librarys_runner_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m pytest` may train, too: to run that again would run all tests up to the one that does."""
     for name, found in {"pytest.__main__": "", "unittest.__main__": "", "tests.waits": "tests.waits"}.items():
-        main = types.SimpleNamespace(__spec__=importlib.util.find_spec(name), __file__="main.py")
+        main, spec = types.ModuleType("__main__"), importlib.util.find_spec(name)
+        assert spec is not None
+        main.__spec__, main.__file__ = spec, spec.origin
         monkeypatch.setitem(sys.modules, "__main__", main)
         assert session.module_of_run() == found
 

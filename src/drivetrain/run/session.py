@@ -3,7 +3,6 @@
 import copy
 import os
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +17,7 @@ from torch import nn
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.config.flags import unread_flags
+from drivetrain.core.code_fingerprint import is_own
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import ProcessPlace, is_restart, supervision
 from drivetrain.core.log import notice, redacted_words
@@ -66,7 +66,6 @@ _runs = [0]
 _claimed: list[Path] = []  # folders of runs, by this process
 _ended = [True]
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
-_OF_PACKAGES = {"site-packages", "dist-packages"}
 
 
 @contextmanager
@@ -136,14 +135,10 @@ def target_to_rerun() -> str:
 
 
 def module_of_run() -> str:
-    """Return the module that `python -m` runs, if it is not of an installed package, such as pytest; else nothing."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if _target.get() or spec is None or not spec.origin:
-        return ""
-    origin = Path(spec.origin).resolve()
-    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")}
-    is_installed = not _OF_PACKAGES.isdisjoint(origin.parts) or any(map(origin.is_relative_to, installed))
-    return "" if is_installed else str(spec.name)
+    """Return the module that `python -m` runs, if it is the user's own and no installed runner, as pytest is."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return "" if _target.get() or spec is None or not is_own(main) else str(spec.name)
 
 
 def note_end(finished: bool) -> None:
