@@ -278,6 +278,7 @@ _gated_silu.register_autograd(
 # Chooses the experts of a token, and their weights: token-choice top-k, in fp32 or better.
 
 Scores = Literal["softmax", "sigmoid"]
+MOST_MAXIMA = 4  # that are computed one after the other
 
 
 class Routing(NamedTuple):
@@ -329,7 +330,7 @@ class Router(nn.Module):
         ranked = logits
         if self.uses_bias:
             ranked = self.score(logits.detach()) + self.bias + self.mask
-        chosen = ranked.topk(self.k, -1).indices
+        chosen = _best(ranked, self.k) if torch.compiler.is_compiling() else ranked.topk(self.k, -1).indices
         return Routing(chosen, self._weights(logits, chosen), logits)
 
     def score(self, logits: Tensor) -> Tensor:
@@ -353,6 +354,18 @@ class Router(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.bias = self.bias.float()  # steps of a thousandth vanish in bf16
         return self
+
+
+def _best(ranked: Tensor, count: int) -> Tensor:
+    """Return what `topk` does, which takes kernels of its own; the compiler fuses maxima with what is around them."""
+    if count > MOST_MAXIMA:
+        return ranked.topk(count, -1).indices
+    slots = torch.arange(ranked.shape[-1], device=ranked.device)
+    found: list[Tensor] = []
+    for _ in range(count):
+        found.append(ranked.argmax(-1, keepdim=True))
+        ranked = torch.where(slots == found[-1], -torch.inf, ranked)
+    return torch.cat(found, -1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
