@@ -1,5 +1,6 @@
 """On a GPU: captured runs are those without capture, bit for bit, whatever happens between steps."""
 
+import gc
 import json
 import random
 from collections.abc import Callable
@@ -253,6 +254,33 @@ def test_a_recording_that_fails_costs_nothing_but_itself(tmp_path: Path, precisi
     after = trained(tmp_path / "after", ON, variant)
     assert why_not(tmp_path / "after") == ""
     assert_identical(after, trained(tmp_path / "again", OFF, variant))
+
+
+class Waiting:
+    """Garbage that waits for the device when it goes, which cannot be recorded, as the end of a communicator."""
+
+    def __init__(self) -> None:
+        self.itself = self  # a cycle: only the garbage collector finds it
+
+    def __del__(self) -> None:
+        torch.cuda.synchronize()
+
+
+def littering_loss(model: nn.Module, batch: Any) -> Tensor:
+    Waiting()
+    return vector_loss(model, batch)
+
+
+def test_garbage_is_left_where_it_is_while_a_step_is_recorded(tmp_path: Path) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(50, 1, 1)
+    try:
+        eager = trained(tmp_path / "eager", OFF, loss=littering_loss)
+        captured = trained(tmp_path / "captured", ON, loss=littering_loss)
+    finally:
+        gc.set_threshold(*before)
+    assert "steps replayed" in capture_of(tmp_path / "captured"), capture_of(tmp_path / "captured")
+    assert_identical(captured, eager)
 
 
 def test_hooks_that_change_the_model_again_and_again(tmp_path: Path) -> None:

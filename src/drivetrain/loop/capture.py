@@ -17,6 +17,7 @@ between two of them the generators are seeded for the next. Gradients add up in 
 not captured.
 """
 
+import gc
 import inspect
 import threading
 import warnings
@@ -268,8 +269,12 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self._device)
         try:
-            # Only this thread is held to what may be recorded: others save, sample and pin memory meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            # Only this thread is held to what may be recorded: others save, sample and pin memory meanwhile. What
+            # earlier runs left must not be destroyed in the middle: the end of a communicator cannot be recorded.
+            with (
+                _garbage_left(),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
                 body()
         except BaseException:
             self._mend()
@@ -298,6 +303,18 @@ class CudaRecorder:
                 return
             except RuntimeError:
                 continue
+
+
+@contextmanager
+def _garbage_left() -> Iterator[None]:
+    """Have Python not look for garbage inside."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 LastBatch = list[weakref.ref[Tensor]]  # the tensors of a step's batches, without keeping them
