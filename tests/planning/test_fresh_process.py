@@ -24,7 +24,7 @@ from drivetrain.commands.in_process import _answer
 from drivetrain.config import configure
 from drivetrain.core.world import World
 from drivetrain.plan.knobs import StepWay
-from drivetrain.plan.tune import Repeatability, RepeatTrial
+from drivetrain.plan.tune import Measurement, Repeatability, RepeatTrial
 from drivetrain.planning import fresh_process, planner
 from drivetrain.planning.fresh_process import FirstSteps, RepeatProbe, _digest
 from drivetrain.run import CHECKPOINTS, Session, session
@@ -312,6 +312,34 @@ def test_memory_that_another_way_holds_is_given_back(
 
 def _never_fits(steps: FirstSteps, run: Session) -> Any:
     raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "captured", "expected"),
+    [
+        (100, False, (16, True)),
+        (100, True, (16, False)),
+        (130, True, (16, True)),
+        (60, False, (16, False)),
+        (30, False, (4, False)),
+        (15, False, (0, False)),
+    ],
+)
+def test_both_run_at_once_where_the_memory_holds_what_each_needs(
+    free_gib: int, captured: bool, expected: tuple[int, bool]
+) -> None:
+    """A step takes 40 GiB, 9 of them for what stays; a graph keeps all of it."""
+    run: Any = types.SimpleNamespace(
+        world=World(device=torch.device("cuda")),
+        free_bytes=lambda: free_gib << 30,
+        config=types.SimpleNamespace(memory=types.SimpleNamespace(gpu_fraction=1.0)),
+    )
+    chosen = Measurement(
+        sample_seconds=1.0, peak_bytes=40 << 30,
+        parameter_bytes=2 << 30, gradient_bytes=2 << 30, optimizer_bytes=5 << 30,
+    )  # fmt: skip
+    way = StepWay(precision="bf16", micro_batch=16, capture=captured)
+    assert planner._micro_batch_of_copies(run, way, chosen) == expected
 
 
 def test_the_first_step_of_a_long_job_waits_a_minute_at_most() -> None:

@@ -570,9 +570,10 @@ def _micro_batch_of_copies(run: Session, way: StepWay, chosen: Measurement) -> t
     size = way.micro_batch
     while size:
         beyond = max(0, chosen.peak_bytes - held) * size / way.micro_batch
-        peak = held + beyond + CONTEXT_BYTES
-        if held + peak <= limit:
-            return size, held + peak + held + beyond <= limit  # the way that was tried before is held here, too
+        peak = held + beyond
+        if held + peak + CONTEXT_BYTES <= limit:
+            kept = peak if way.capture else held  # by the way that was tried before: a graph keeps its activations
+            return size, kept + peak + peak + CONTEXT_BYTES <= limit
         size //= 2
     return 0, False
 
