@@ -1,7 +1,11 @@
 # Every target makes the virtual environment first, so each works on a machine that has only Python 3.11 and make.
-PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# An environment that is there keeps its Python. For a new one it is python3, or a better built one: that is asked once,
+# where it is needed, and never if PYTHON is given.
+HAS_PIP := $(BIN)/python -m pip --version >/dev/null 2>&1
+CHOOSE := $(HAS_PIP) && echo $(BIN)/python || python3 scripts/choose_python.py || echo python3
+PYTHON ?= $(eval PYTHON := $(shell $(CHOOSE)))$(PYTHON)
 STAMP := $(VENV)/.installed
 JOBS ?= 3
 HERE := not gpu and not soak and not slurm and not deepspeed
@@ -26,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "$(PYTHON) cannot make virtual environments. Remedy (Debian, Ubuntu): apt-get install python3-venv"; exit 1; }
 	@echo "Setting up $(VENV) with the versions of constraints.txt (about a minute the first time)"
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(HAS_PIP) || $(PYTHON) -m venv --clear $(VENV)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
