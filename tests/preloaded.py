@@ -10,6 +10,7 @@ from importlib import import_module
 
 from drivetrain.config import configure
 from drivetrain.core.launchers import code_version
+from tests.huge_pages import use_huge_pages
 
 MODULES = (
     "torch",
@@ -45,3 +46,4 @@ for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
 gc.freeze()
 gc.enable()
 gc.set_threshold(20_000)  # as in conftest.py
+use_huge_pages()
