@@ -1,6 +1,7 @@
 """Values and errors that every other room may use. Imports nothing of drivetrain's own."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,13 +15,14 @@ def loading_modules() -> Iterator[None]:
     """Collect no garbage while modules are imported: what they make stays, and to look for it takes 0.3 s.
 
     Nor are these objects looked at as new ones right after it, in 0.3 s more: they join the oldest, as they would then.
+    Where all of them were there before, none join: to count what is frozen, each object of that is visited.
     """
-    collects = gc.isenabled()
+    collects, num_before = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        if collects and not gc.get_freeze_count():
+        if collects and len(sys.modules) > num_before and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
         if collects:
