@@ -15,7 +15,11 @@ from tests.huge_pages import use_huge_pages
 MODULES = (
     "torch",
     "torch._dynamo",
+    "torch._inductor.compile_fx",  # with the next one, a second for each process that compiles
+    "torch.distributed.tensor.experimental",
     "torch.distributed.fsdp",
+    "matplotlib.backends.backend_agg",  # by each process that draws
+    "matplotlib.figure",
     "drivetrain.api.training",
     "drivetrain.cli",
     "drivetrain.commands.in_process",
