@@ -28,6 +28,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "legend.frameon": False,
     "xtick.major.size": 0, "ytick.major.size": 0, "ytick.minor.size": 0, "xtick.minor.size": 0,
     "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.titlesize": 11,
+    "axes.titley": 1.0,  # where it is anyway, but matplotlib would look at each label whether that is in its way
 }  # fmt: skip
 
 
