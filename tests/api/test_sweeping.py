@@ -1,12 +1,14 @@
 """`dt.sweep` and `drivetrain sweep`: variants, rungs, forks, and going on after whatever happened."""
 
 import dataclasses
+import importlib
 import json
 import math
 import multiprocessing
 import multiprocessing.util
 import os
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -394,3 +396,91 @@ def test_the_command_on_a_recipe_with_a_grid(
     assert main([*words, "--grid", "width=3,4", "--name", "unknown"]) == 1
     told = capsys.readouterr()
     assert "no setting width" in told.out + told.err
+
+
+FUNCTIONS = """
+import torch
+import drivetrain as dt
+
+x = torch.linspace(-1, 1, 32).unsqueeze(1)
+data = torch.utils.data.TensorDataset(x, x.sin())
+
+
+def make(lr, seed, weight_decay=0.0):
+    return dt.Job(name="line", model=lambda: torch.nn.Linear(1, 1), data=data, valid=data,
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay),
+        global_batch=8, epochs=1, seed=seed)
+
+
+def any_settings(**settings):
+    return make(**settings)
+
+
+def with_config(lr, seed):
+    return make(lr, seed), dt.configure(auto_optimize=False, max_steps=2, keep_last=7)
+
+
+def plain(lr=0.1):
+    return make(lr, 5)
+
+
+def wrong(lr, depth):
+    raise TypeError("never called")
+
+
+job = make(0.1, 0)
+"""
+
+
+def rates(folder: Path) -> list[float]:
+    return [row["lr"] for row in read_rows(folder / "steps.jsonl")[0]]
+
+
+@pytest.mark.parametrize("name", ["make", "any_settings", "with_config"])
+def test_the_command_calls_a_function_as_dt_sweep_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """With its seed, and with arguments that are settings, too; the runs have the same losses."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "functions", raising=False)
+    Path("functions.py").write_text(FUNCTIONS)
+    words = ["--grid", "lr=0.1,0.2", "--seeds", "3", "--no-auto-optimize", "--json"]
+    assert main(["sweep", f"functions:{name}", *words]) == 0
+    there = json.loads(capsys.readouterr().out)["rows"]
+    function = getattr(importlib.import_module("functions"), name)
+    here = dt.sweep(function, {"lr": [0.1, 0.2]}, seeds=[3], output_dir=tmp_path / "here", quiet=True).rows
+    for one, other in zip(there, here, strict=True):
+        assert (one["settings"], one["state"]) == (other["settings"], "done")
+        assert losses(Path(one["runs"]["3"]["folder"])) == losses(Path(other["runs"]["3"]["folder"]))
+    assert set(rates(Path(there[1]["runs"]["3"]["folder"]))) == {0.2}
+    if name == "with_config":
+        assert len(losses(Path(there[0]["runs"]["3"]["folder"]))) == 2
+        assert main(["sweep", f"functions:{name}", *words, "--max-steps", "3", "--name", "longer"]) == 0
+        there = json.loads(capsys.readouterr().out)["rows"]
+        assert len(losses(Path(there[0]["runs"]["3"]["folder"]))) == 3, "the command line wins"
+
+
+def test_the_command_and_arguments_that_a_function_does_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "functions", raising=False)
+    Path("functions.py").write_text(FUNCTIONS)
+    words = ["--seeds", "3", "--no-auto-optimize", "--json"]
+    assert main(["sweep", "functions:make", "--grid", "lr=0.1 weight-decay=0.5", *words]) == 0
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    config = (Path(row["runs"]["3"]["folder"]) / "config.yaml").read_text()
+    assert "weight_decay: 0.5" not in config, "the function has set it"
+    assert main(["sweep", "functions:plain", "--grid", "lr=0.1 precision=fp32", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["state"] == "done", "its seed and precision are the run's"
+    for target, message in (
+        ("wrong", "cannot be called with lr: missing a required argument: 'depth'"),
+        ("make", "got an unexpected keyword argument 'width'"),
+        ("job", "the job functions:job has no setting width"),
+    ):
+        grid = "lr=0.1" if target == "wrong" else "lr=0.1 width=3"
+        assert main(["sweep", f"functions:{target}", "--grid", grid, *words, "--name", target]) == 1
+        assert message in json.loads(capsys.readouterr().out)["rows"][0]["runs"]["3"]["error"]

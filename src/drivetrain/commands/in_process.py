@@ -3,6 +3,7 @@
 Run as a program, it is the fresh process in which `planning.fresh_process` asks for the first steps of a job.
 """
 
+import inspect
 import json
 import os
 import pkgutil
@@ -125,15 +126,26 @@ def job_of(found: Any, target: str, config: Config) -> Job:
     """Return the job of what `find` found."""
     if isinstance(found, Recipe):
         return found.job(config)
-    try:
-        job = found if isinstance(found, Job) else found()
-    except TypeError as error:
-        raise DrivetrainError(
-            f"{target} cannot be called: {error}", remedy="give a function without arguments"
-        ) from error
+    job = found if isinstance(found, Job) else _called(found, target, {})
     if not isinstance(job, Job):
         raise DrivetrainError(f"{target} returned {type(job).__name__}", remedy="return a dt.Job")
     return job
+
+
+def _called(function: Any, target: str, arguments: Mapping[str, Any]) -> Any:
+    """Return what a function returns; raise in words where it does not take these arguments."""
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        given = f" with {', '.join(arguments)}" if arguments else ""
+        raise DrivetrainError(
+            f"{target} cannot be called{given}: {error}",
+            remedy="give a function whose other arguments have defaults; `drivetrain sweep` fills in `seed`, and those "
+            "that its grid names",
+        ) from None
+    except ValueError:  # one of C, whose arguments Python does not know
+        pass
+    return function(**arguments)
 
 
 def run_script(path: Path, arguments: Sequence[str], module: str = "") -> None:
@@ -333,23 +345,56 @@ class TargetMaker:
     arguments: tuple[str, ...] = ()
 
     def __call__(self, settings: Settings, seed: int, action: Callable[[Job, Config], T]) -> T:
+        found = None if self.target.endswith(".py") else find(self.target)
+        is_function = found is not None and not isinstance(found, (Recipe, Job))
+        arguments = _taken(found, {**settings, "seed": seed}) if is_function else {}
+        settings = {name: value for name, value in settings.items() if _as_argument(name) not in arguments}
         ours = {name: value for name, value in settings.items() if normal(name) in BY_NAME}
         others = {name: value for name, value in settings.items() if name not in ours}
-        config = configure(**{**self.values, **ours, "run.seed": seed})
+        told = {**self.values, **ours, "run.seed": seed}
+        config = configure(**told)
 
-        def act(job: Job) -> T:
+        def act(job: Job, config: Config = config) -> T:
             with configured(config, self.target):  # without what `with_job` does instead of training
                 return action(job, config)
 
-        if self.target.endswith(".py"):
+        if found is None:
             flags = [f"--{name.replace('_', '-')}={value}" for name, value in others.items()]
             return with_job(self.target, config, act, [*self.arguments, *flags])
-        found = find(self.target)
-        if isinstance(found, Recipe) and others:
+        if others and not is_function:
+            kind = "recipe" if isinstance(found, Recipe) else "job"
             raise DrivetrainError(
-                f"the recipe {self.target} has no setting {', '.join(others)}", remedy="`drivetrain config` lists all"
+                f"the {kind} {self.target} has no setting {', '.join(others)}", remedy="`drivetrain config` lists all"
             )
-        return act(job_of(found if isinstance(found, (Recipe, Job)) else lambda: found(**others), self.target, config))
+        if not is_function:
+            return act(job_of(found, self.target, config))
+        made = _called(found, self.target, {**others, **arguments})
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Config):  # as `dt.sweep` takes it, too
+            made, own = made
+            config = configure(**{**_set_in(own), **{BY_NAME[normal(name)].name: it for name, it in told.items()}})
+        return act(job_of(lambda: made, self.target, config), config)
+
+
+def _as_argument(name: str) -> str:
+    return normal(name).replace("-", "_")
+
+
+def _taken(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a function takes itself of the settings that are given, by the names of its arguments."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = {_as_argument(name): value for name, value in given.items()}
+    return {name: value for name, value in named.items() if takes_any or name in by_name}
+
+
+def _set_in(config: Config) -> dict[str, Any]:
+    """Return the settings that a configuration was given, by their dotted names."""
+    sections = config.model_dump(exclude_unset=True)
+    return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
 
 
 def sweep_here(options: SweepOptions, resolved: Resolved) -> int:
