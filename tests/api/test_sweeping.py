@@ -175,25 +175,86 @@ def test_a_variant_that_cannot_be_configured_says_why(tmp_path: Path) -> None:
 
 
 def test_a_fork_without_a_change_is_the_same_run_to_the_bit(tmp_path: Path) -> None:
-    job, config = make(0.1, 0)
-    run = config.run.model_copy(update={"name": "trunk", "output_dir": tmp_path})
-    saves = config.checkpoint.model_copy(update={"every": 8, "keep_last": 9})
-    trunk = dt.train(job, config.model_copy(update={"run": run, "checkpoint": saves}), quiet=True).folder
-    result = dt.sweep(make, {"lr": [0.1, 0.02]}, fork=f"{trunk}@8", output_dir=tmp_path, quiet=True)
+    base = trunk(tmp_path, *make(0.1, 0))
+    result = dt.sweep(make, {"lr": [0.1, 0.02]}, fork=f"{base}@8", output_dir=tmp_path, quiet=True)
     assert result.is_done
     same, other = losses(folder_of(result, 0.1, 0)), losses(folder_of(result, 0.02, 0))
-    assert same == losses(trunk)
+    assert same == losses(base)
     assert other[:8] == same[:8]
     assert other[8][1] == same[8][1], "the loss of the first step after the fork is before its update"
     assert other[9][1] != same[9][1]
     assert [rate for _, _, rate in other[8:]] == pytest.approx([rate / 5 for _, _, rate in same[8:]])
     with pytest.raises(dt.DrivetrainError, match="no checkpoint of step 5"):
-        fork_run(trunk, tmp_path / "x", 5)
+        fork_run(base, tmp_path / "x", 5)
     for _ in range(2):
         with pytest.raises(dt.DrivetrainError, match=r"trunk is at the end of the job: nothing is left") as refused:
-            dt.sweep(make, {"lr": [0.1, 0.02]}, name="none", fork=trunk, output_dir=tmp_path, quiet=True)
+            dt.sweep(make, {"lr": [0.1, 0.02]}, name="none", fork=base, output_dir=tmp_path, quiet=True)
         assert "trunk@STEP" in refused.value.remedy
         assert not list(tmp_path.glob("none/*-seed-*")), "it would count as trained when the sweep goes on"
+
+
+class Slowing(torch.optim.SGD):
+    """Keeps a number of its own in its groups, as Prodigy does: each step is shorter than the one before."""
+
+    def __init__(self, params: Any, lr: float, momentum: float) -> None:
+        super().__init__(params, lr=lr, momentum=momentum)
+        for group in self.param_groups:
+            group["length"] = 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["length"] *= 0.9
+            group["lr"] = group["lr"] * group["length"]
+        return super().step(closure)
+
+
+def make_decayed(
+    weight_decay: float | None, seed: int, kind: Any = torch.optim.SGD, is_frozen: bool = False
+) -> tuple[dt.Job, dt.Config]:
+    job, config = make(0.1, seed)
+
+    def model() -> nn.Module:
+        made: Any = job.model()
+        made[0].bias.requires_grad_(not is_frozen)
+        return made
+
+    optimizer = partial(kind, lr=0.1, momentum=0.9)
+    return dataclasses.replace(job, model=model, optimizer=optimizer, weight_decay=weight_decay), config
+
+
+def trunk(tmp_path: Path, job: dt.Job, config: dt.Config) -> Path:
+    """A run with a checkpoint after each epoch."""
+    run = config.run.model_copy(update={"name": "trunk", "output_dir": tmp_path})
+    saves = config.checkpoint.model_copy(update={"every": 8, "keep_last": 9})
+    return dt.train(job, config.model_copy(update={"run": run, "checkpoint": saves}), quiet=True).folder
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Slowing])
+def test_a_fork_has_another_weight_decay(tmp_path: Path, kind: type[torch.optim.Optimizer]) -> None:
+    """It makes other groups of the optimizer; each weight has its moments all the same."""
+    make_it = partial(make_decayed, kind=kind)
+    base = trunk(tmp_path, *make_it(None, 0))
+    result = dt.sweep(make_it, {"weight_decay": [None, 0.0, 0.3]}, fork=f"{base}@8", output_dir=tmp_path, quiet=True)
+    assert [row["state"] for row in result.rows] == ["done", "done", "done"]
+    none, zero, some = (losses(Path(row["runs"]["0"]["folder"])) for row in result.rows)
+    assert none == zero == losses(base)
+    assert some[:9] == none[:9]
+    assert some[9][1] != none[9][1]
+    grouped = trunk(tmp_path / "grouped", *make_it(0.0, 0))
+    back = dt.sweep(
+        make_it, {"weight_decay": [None]}, fork=f"{grouped}@8", output_dir=tmp_path, name="back", quiet=True
+    )
+    assert losses(Path(back.rows[0]["runs"]["0"]["folder"])) == none, "two groups become one"
+
+
+def test_a_fork_of_other_weights_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    base = trunk(tmp_path, *make_decayed(None, 0))
+    frozen = partial(make_decayed, is_frozen=True)
+    result = dt.sweep(frozen, {"weight_decay": [None]}, fork=f"{base}@8", output_dir=tmp_path, quiet=True)
+    error = result.rows[0]["runs"]["0"]["error"]
+    assert "only in the checkpoint: 0.bias" in error
+    assert "--init-from" in error
+    assert "--name" not in error
 
 
 @pytest.mark.parametrize(

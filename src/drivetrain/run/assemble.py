@@ -5,8 +5,8 @@ is what is trained. The data is opened here too: how its steps are divided, its 
 validation set.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -47,6 +47,7 @@ from drivetrain.strategies.base import LossFunction, ObjectiveCall
 from drivetrain.strategies.compiling import varying_dims_of
 from drivetrain.strategies.ddp import DdpStrategy
 from drivetrain.strategies.loss_parts import LossParts, StepLog
+from drivetrain.strategies.replicated import as_fork
 from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn
 
 ENOUGH_TO_COMPILE = 500  # full batches that a run validates, or smaller last steps: then these are compiled as well
@@ -512,25 +513,14 @@ def resume(run: Session, parts: RunParts, checkpoint: Checkpoint | None) -> int:
         return 0
     fork = read_fork(run.path)
     is_forked = fork is not None and fork.step == checkpoint.step
-    with start_marks.restoring(), _keeping_settings(parts.optimizer, checkpoint) if is_forked else nullcontext():
-        parts.strategy.load(plainly_named(checkpoint, parts.model.state_dict()))
+    source = as_fork(checkpoint) if is_forked else checkpoint
+    with start_marks.restoring():
+        parts.strategy.load(plainly_named(source, parts.model.state_dict()))
         run.load_hooks(checkpoint)
     parts.watch.check()
     if run.extensions and isinstance(parts.average, RunningMean):
         parts.average.begin_anew_after(checkpoint.step)
     return checkpoint.step
-
-
-@contextmanager
-def _keeping_settings(optimizer: Optimizer, checkpoint: Checkpoint) -> Iterator[None]:
-    """Load the moments of the run that was forked, and keep the settings that this job gave its optimizer."""
-    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    stored = (checkpoint.meta.get("optimizer_made_with") or {}).get("groups", checkpoint.meta["optimizer_groups"])
-    for group, there in zip(optimizer.param_groups, stored, strict=False):  # as the checkpoint has to find them
-        group.update({name: there["values"][name] for name in group.keys() & there["values"].keys() - {"lr"}})
-    yield
-    for group, settings in zip(optimizer.param_groups, own, strict=True):
-        group.update(settings)
 
 
 def make_stepper(

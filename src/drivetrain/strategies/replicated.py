@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -27,6 +27,8 @@ from drivetrain.strategies.optimizer_state import (
     is_plain,
     is_wrapper,
     load_attributes,
+    plain_attributes,
+    plain_settings,
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -172,6 +174,7 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     state = model.state_dict()
     names = parameter_names(model, optimizer, parts.owners)
     ours = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    source = as_taken_up(source, ours, optimizer)
     refuse_another_job(source, {name: tuple(value.shape) for name, value in state.items()}, ours, optimizer)
     groups = source.meta["optimizer_groups"]
     with torch.no_grad():
@@ -275,7 +278,10 @@ def refuse_another_job(
 ) -> None:
     """Compare a checkpoint with the model's shapes, and with the optimizer's groups by the names in each."""
     stored = {key.removeprefix(MODEL): info for key, info in source.keys.items() if key.startswith(MODEL)}
-    _check_keys(shapes, stored)
+    is_forked = source.meta.get(IS_FORKED)
+    _check_keys(
+        shapes, stored, _FORK_REMEDY if is_forked else "use the model that wrote it, or another --name for this one"
+    )
     groups = source.meta["optimizer_groups"]
     made_with = source.meta.get("optimizer_made_with")
     if [group["params"] for group in groups] != names:
@@ -361,7 +367,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer, owners: Mapping[Tens
     return names
 
 
-def _check_keys(shapes_here: Mapping[str, tuple[int, ...]], stored: Mapping[str, Any]) -> None:
+def _check_keys(shapes_here: Mapping[str, tuple[int, ...]], stored: Mapping[str, Any], remedy: str) -> None:
     missing, extra = sorted(set(shapes_here) - set(stored)), sorted(set(stored) - set(shapes_here))
     shapes = [
         f"{name} is {shapes_here[name]} here and {tuple(stored[name].shape)} there"
@@ -374,7 +380,7 @@ def _check_keys(shapes_here: Mapping[str, tuple[int, ...]], stored: Mapping[str,
     if lines:
         raise DrivetrainError(
             "the checkpoint is of another model: " + "; ".join(lines),
-            remedy="use the model that wrote it, or another --name for this one",
+            remedy=remedy,
         )
 
 
@@ -387,6 +393,111 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_json, value))
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Takes up a checkpoint in a fork: each weight keeps the moments that it had, whatever group of the optimizer it is in,
+# and the settings are the job's own. A setting that the job has not changed is as the optimizer left it: some of them
+# count or adapt in their groups.
+
+IS_FORKED = "is_forked"  # in the meta of a checkpoint of another run
+_RATES = ("lr", "initial_lr")  # the schedule sets them
+_FORK_REMEDY = (
+    "train the same weights of the same model; or, to begin with the weights alone, --init-from with the run that was "
+    "to be forked, and no --fork"
+)
+
+
+@dataclass(frozen=True)
+class _Retold:
+    """A checkpoint with other words about its state."""
+
+    source: TensorSource
+    meta: Mapping[str, Any]
+
+    @property
+    def keys(self) -> Mapping[str, Any]:
+        return self.source.keys
+
+    def read(self, key: str, offsets: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        return self.source.read(key, offsets, shape)
+
+
+def as_fork(source: TensorSource) -> TensorSource:
+    """Return a checkpoint of the run that was forked, whose optimizer may have had other settings and groups."""
+    return _Retold(source, {**source.meta, IS_FORKED: True})
+
+
+def as_taken_up(source: TensorSource, names: list[list[str]], optimizer: Optimizer) -> TensorSource:
+    """Return the checkpoint of a fork with this job's groups and settings, and any other checkpoint as it is.
+
+    Args:
+        source: The checkpoint.
+        names: The names of the weights in each of this job's groups.
+        optimizer: This job's optimizer, as it was made.
+    """
+    meta = source.meta
+    if not meta.get(IS_FORKED):
+        return source
+    stored = meta["optimizer_groups"]
+    made_with = meta.get("optimizer_made_with") or {"groups": stored, "attributes": {}}
+    group_of = {name: number for number, group in enumerate(stored) for name in group["params"]}
+    _refuse_other_weights({name for group in names for name in group}, set(group_of))
+    attributes = plain_attributes(optimizer)
+    kept = {
+        name: value
+        for name, value in meta.get("optimizer_attributes", {}).items()
+        if name not in made_with["attributes"] or attributes.get(name) == made_with["attributes"][name]
+    }
+    is_regrouped = [group["params"] for group in stored] != names
+    if is_regrouped and any(isinstance(value, Mapping) and value.get("$") == "optimizer" for value in kept.values()):
+        raise DrivetrainError(
+            f"{type(optimizer).__name__} wraps an optimizer whose state goes by the order of the weights, and this job "
+            "has other groups of weights than the run that was forked",
+            remedy="give it the same groups; Job.weight_decay (--weight-decay) makes some, so leave it as it was there",
+        )
+    groups = []
+    for own, group in zip(names, optimizer.param_groups, strict=True):
+        before = [(stored[number], made_with["groups"][number]) for number in sorted({group_of[name] for name in own})]
+        groups.append({"params": own, **_settings_in_fork(group, before)})
+    made_here = {"groups": [{"values": plain_settings(group)} for group in optimizer.param_groups]}
+    told = {"optimizer_groups": groups, "optimizer_made_with": made_here | {"attributes": attributes}}
+    return _Retold(source, {**meta, **told, "optimizer_attributes": kept})
+
+
+def _refuse_other_weights(here: set[str], there: set[str]) -> None:
+    lines = [
+        f"only in {where}: {some_names(sorted(names))}"
+        for where, names in (("this job", here - there), ("the checkpoint", there - here))
+        if names
+    ]
+    if lines:
+        raise DrivetrainError(f"the run that was forked trains other weights: {'; '.join(lines)}", remedy=_FORK_REMEDY)
+
+
+def _settings_in_fork(group: Mapping[str, Any], before: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """Return the settings of one of this job's groups, as a checkpoint has them.
+
+    Args:
+        group: The group, as the optimizer was made.
+        before: The groups that its weights were in: each as it was stored, and as it had been made.
+    """
+    values = {name: value for name, value in group.items() if name not in ("params", ON_HOST)}
+    if not before:
+        return {"values": values}
+    first, _ = before[0]
+    unchanged = {
+        name
+        for name in values.keys() - set(_RATES)
+        if all(
+            name in stored["values"]
+            and _plain(made["values"].get(name)) == _plain(values[name])
+            and stored["values"][name] == first["values"][name]
+            for stored, made in before
+        )
+    }
+    exact = {name: value for name, value in first.get("exact", {}).items() if name in unchanged}
+    return {"values": values | {name: first["values"][name] for name in unchanged}, "exact": exact}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from drivetrain.strategies.optimizer_state import AVERAGE, Decoder, Encoder, can
 from drivetrain.strategies.replicated import (
     MODEL,
     OPTIMIZER,
+    as_taken_up,
     check_field,
     load_optimizer_meta,
     load_scaler,
@@ -454,6 +455,7 @@ class ZeroParts:
     def load(self, source: TensorSource) -> None:
         """Load a checkpoint. Everything is compared before anything is changed."""
         optimizer, average = self._parts.optimizer, self._parts.average
+        source = as_taken_up(source, self.groups, optimizer)
         shapes = {name: self._shapes.get(value, tuple(value.shape)) for name, value, _ in self._state()}
         refuse_another_job(source, shapes, self.groups, optimizer)
         by_flat = self._fields_by_flat(source)
