@@ -29,6 +29,7 @@ from drivetrain.planning import planner
 from drivetrain.planning.description import _alternatives
 from drivetrain.planning.planner import PlanningProgress
 from drivetrain.planning.probe import StepProbe, _has_compiled
+from drivetrain.report import write_report
 from drivetrain.run import Session
 from tests.api.jobs import Variant, Vectors, make_job
 from tests.api.test_resume import CrashingLoss, PlantedError
@@ -133,6 +134,7 @@ def test_a_resumed_run_keeps_its_plan(tmp_path: Path, monkeypatch: pytest.Monkey
     decide(monkeypatch, StepWay(micro_batch=7, num_threads=1))
     with pytest.raises(PlantedError):
         run(tmp_path / "cut", make_job(VARIANT, loss=CrashingLoss(make_job(VARIANT).loss, 25)))
+    begun = plan_of(next((tmp_path / "cut").iterdir()))
 
     def never(*_: Any) -> Tuned:
         raise AssertionError("a resumed run does not plan anew")
@@ -141,6 +143,16 @@ def test_a_resumed_run_keeps_its_plan(tmp_path: Path, monkeypatch: pytest.Monkey
     cut = run(tmp_path / "cut", make_job(VARIANT))
     assert plan_of(cut)["way"] == "fp32, micro-batch 7, eager, 1 threads"
     assert plan_of(cut)["notes"][0].startswith("as in the checkpoint of step ")
+    now = plan_of(cut)
+    for name in ("forecast", "tried", "planned", "planning_seconds"):
+        assert now[name] == begun[name], "what it was planned by is still there"
+    assert now["choices"].pop("data.resident")["value"] == begun["choices"].pop("data.resident")["value"] == "on"
+    assert now["choices"] == begun["choices"], "and why, where nothing was found anew"
+    assert begun["forecast"]["step_seconds"] > 0
+    assert write_report(cut) == []
+    plan = (cut / "report.html").read_text().partition("<h2>Plan</h2>")[2].partition("</section>")[0]
+    assert "seconds per step" in plan
+    assert "as in the checkpoint" not in plan
     assert [row["loss"] for row in rows(whole)] == [row["loss"] for row in rows(cut)]
     pinned = run(tmp_path / "pinned", make_job(VARIANT), batch_size=4, auto_optimize=False)
     assert plan_of(pinned)["choices"]["batch.size"] == {"value": 4, "why": "asked for"}

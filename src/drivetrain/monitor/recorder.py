@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import yaml
 
 from drivetrain.config import Config
 from drivetrain.core.aims import BatchSizes
@@ -18,7 +19,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.goodput import stamp, start_marks
 from drivetrain.core.log import LOGGER, redacted
 from drivetrain.core.metrics import Media, StepRecord
-from drivetrain.core.run_folder import JsonLines, RunFolder, as_row, read_rows, yaml_text
+from drivetrain.core.run_folder import JsonLines, RunFolder, as_row, read_rows, read_yaml, yaml_text
 from drivetrain.core.value import format_count
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.hardware.gpu_drivers import label, load_nvml
@@ -27,6 +28,7 @@ from drivetrain.monitor.doctor import Checkups, Diagnosis, Observed
 from drivetrain.monitor.phases import DATA, LOGGING, Laps, NoClock, PhaseClock, StepProfiler, peak_rate
 from drivetrain.monitor.sampler import Sampler
 from drivetrain.monitor.tracking import BackgroundTracker, TrackerStart, keep_media, start_trackers
+from drivetrain.plan.plan import with_earlier_reasons
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,18 @@ class RunFacts:
     joined_at: float = 0.0  # when the ranks had met, on the monotonic clock
 
 
-def _write_plan(folder: RunFolder, plan: RunPlan, planned: Mapping[str, Any]) -> None:
-    folder.write("plan.yaml", yaml_text({**asdict(plan), **planned}, width=120, explicit_end=True))
+def _write_plan(folder: RunFolder, plan: RunPlan, planned: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    told = with_earlier_reasons({**asdict(plan), **planned}, before)
+    folder.write("plan.yaml", yaml_text(told, width=120, explicit_end=True))
+
+
+def _earlier_plan(folder: RunFolder) -> dict[str, Any]:
+    """Return the plan of the start before; empty where there was none, or it cannot be read."""
+    try:
+        found = read_yaml(folder.path / "plan.yaml")
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
@@ -322,7 +334,7 @@ class RunRecorder(NoRunRecorder):
         quiet: bool = False,
     ) -> None:
         self._folder, self._facts, self._config, self._hardware = folder, facts, config, hardware
-        self._clock = clock or NoClock()
+        self._clock, self._plan_before = clock or NoClock(), _earlier_plan(folder) if facts.resumed_from else {}
         # Messages of threads are written by this one: neither the console nor a log is theirs.
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._broken: set[str] = set()
@@ -339,7 +351,7 @@ class RunRecorder(NoRunRecorder):
             self._console.take_up(read_rows(folder.path / "steps.jsonl")[0])
         folder.write("hardware.json", hardware.to_json())
         folder.write("config.yaml", yaml_text(redacted(config.model_dump(mode="json"))))
-        _write_plan(folder, facts.plan, facts.planned)
+        _write_plan(folder, facts.plan, facts.planned, self._plan_before)
         self._time = _LoopTime(facts.resumed_from)
         began = {**asdict(facts.plan), **stamp(), "since": start_marks.take(facts.joined_at), **written}
         self.event("resume" if facts.resumed_from else "start", step=facts.resumed_from, **began)
@@ -356,7 +368,8 @@ class RunRecorder(NoRunRecorder):
     def replan(self, planned: Mapping[str, Any], micro_batch: int, way: str) -> None:
         """Write the plan again: micro-batches are smaller since memory ran out, or compiled code is ready."""
         try:
-            _write_plan(self._folder, replace(self._facts.plan.divided(micro_batch), way=way), planned)
+            divided = self._facts.plan.divided(micro_batch)
+            _write_plan(self._folder, replace(divided, way=way), planned, self._plan_before)
         except DrivetrainError as error:  # the run goes on: plan.yaml has the plan that it began with
             self.say(f"plan.yaml is not up to date: {error.message}")
 

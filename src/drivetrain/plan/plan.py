@@ -191,6 +191,32 @@ class PlannedRun:
         return replace(self.but(compile_mode=None), why_not_compiled=why, plan=plan)
 
 
+_SAME_STEP = ("world_size", "num_devices", "micro_batch", "global_batch", "strategy", "precision", "device", "way")
+
+
+def with_earlier_reasons(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a resumed run's plan with the reasons, measurements and forecast of the plan that it keeps.
+
+    Nothing is measured when a run goes on: of a choice it only knows that it is as in the checkpoint, which its notes
+    say, too.
+
+    Args:
+        now: The plan of this start, as `plan.yaml` has it.
+        before: That of the start before; empty for a new run.
+    """
+    told, notes, earlier = dict(now), now.get("notes") or (), before.get("choices")
+    if isinstance(earlier, dict) and "choices" in now:
+        told["choices"] = {
+            name: old
+            if choice["why"] in notes and isinstance(old := earlier.get(name), dict) and old["value"] == choice["value"]
+            else choice
+            for name, choice in now["choices"].items()
+        }
+    if before.get("tried") and not now.get("tried") and all(now.get(it) == before.get(it) for it in _SAME_STEP):
+        told |= {name: before[name] for name in ("planned", "planning_seconds", "forecast", "tried") if name in before}
+    return told
+
+
 class Repeated(Value):
     """The result of testing whether a way repeats: the way that was followed then, and why."""
 
