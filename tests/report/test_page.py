@@ -303,7 +303,7 @@ def fault_rows(folder: Path) -> None:
         + row(60, "time", step=120, spent=spent)
         + row(87, "claim")
         + row(88, "note", text="before it goes on")
-        + row(90, "resume", step=120, since={"seconds": 5.0})
+        + row(90, "resume", step=120, since={"seconds": 5.0}, last_step=131, last_write=1767225664.0)
         + row(91, "job changed", step=120, changes=["lr is 0.1, was 0.2", "samples 3 and 5 of the training data"])
         + row(100, "finish", step=300)
     )
@@ -318,7 +318,7 @@ def test_faults_and_recoveries_are_on_the_clock(tmp_path: Path) -> None:
     text = made_page(folder)
     seen = figures_of(text)["timeline"]
     assert seen["seconds"] == 100
-    assert [start[:3] for start in seen["starts"]] == [[0.0, 0.1, 0.35], [0.42, 0.5, 0.6], [0.85, 0.9, 1.0]]
+    assert [start[:3] for start in seen["starts"]] == [[0.0, 0.1, 0.35], [0.42, 0.5, 0.64], [0.85, 0.9, 1.0]]
     first, second = seen["starts"][0][4]
     assert first == [0.1, 0.2, [0.5, 0.2, 0.1, 0.0, 0.2, 0.0]]
     assert second == [0.2, 0.3, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]], "what was spent since the row before"
@@ -327,12 +327,37 @@ def test_faults_and_recoveries_are_on_the_clock(tmp_path: Path) -> None:
         [0.5, "recovery", "50 s", "went on from step 80; 23 steps done again, 15 s after the end"],
         [0.55, "fault", "55 s", "out of memory, step 85: micro-batches of 8"],
         [0.56, "recovery", "56 s", "smaller micro-batches, step 85: 4 samples from now on"],
-        [0.6, "fault", "1 min 0 s", "ended without a word: killed, or the machine went down"],
-        [0.9, "recovery", "1 min 30 s", "went on from step 120, 30 s after the end"],
+        [0.64, "fault", "1 min 4 s", "ended without a word: killed, or the machine went down"],
+        [0.9, "recovery", "1 min 30 s", "went on from step 120; 11 steps done again, 26 s after the end"],
         [1.0, "end", "1 min 40 s", "finished at step 300"],
     ]
     assert "<td>failure</td><td>killed</td>" in text
+    killed = "<td>131</td><td>ended without a word</td><td>killed, or the machine went down</td>"
+    assert f"<td>2026-01-01 00:01:04</td>{killed}" in text, "steps.jsonl is what it last wrote"
     assert "<td>job changed</td><td>lr is 0.1, was 0.2; samples 3 and 5 of the training data</td>" in text
+
+
+def test_a_run_that_began_anew_or_stays_killed_says_so(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+
+    def events(*rows: dict[str, Any]) -> list[Any]:
+        (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return [mark[1:] for mark in figures_of(made_page(folder))["timeline"]["marks"]]
+
+    start = {"event": "start", "time": "2026-01-01T00:00:00+00:00", "step": 0}
+    anew = start | {"time": "2026-01-01T00:00:50+00:00", "last_step": 30, "last_write": 1767225640.0}
+    words = "ended without a word: killed, or the machine went down"
+    assert events(start, anew, {"event": "finish", "time": "2026-01-01T00:01:00+00:00", "step": 300}) == [
+        ["fault", "40 s", words],
+        ["recovery", "50 s", "began anew; 30 steps done again, 10 s after the end"],
+        ["end", "1 min 0 s", "finished at step 300"],
+    ]
+    assert events(start, {"event": "time", "time": "2026-01-01T00:00:05+00:00", "step": 9, "spent": {}}) == [
+        ["fault", "7.91 s", words]
+    ], "what its steps took after the last event: a copied folder has other times of its files"
+    assert "<td>300</td><td>ended without a word</td>" in made_page(folder)
+    refused = {"event": "refused", "time": "2026-01-01T00:00:30+00:00", "error": "no"}
+    assert events(start, {"event": "claim", "time": "2026-01-01T00:00:29+00:00"}, refused) == [["fault", "3 s", words]]
 
 
 def test_damaged_times_and_graphs_leave_a_page(tmp_path: Path) -> None:

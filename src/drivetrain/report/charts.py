@@ -281,6 +281,7 @@ FAULTS = {
     "stopped by an error": "stopped by an error",
 }  # fmt: skip
 RECOVERIES = {"micro-batch capped": "smaller micro-batches"}
+KILLED = ("ended without a word", "killed, or the machine went down")
 _BEGINS, _ENDS = ("start", "resume"), ("finish", "stop", "stopped by an error", "failure")
 _WORDS = ("words", "error", "cause", "problem", "because", "text")
 
@@ -292,6 +293,7 @@ class RunStart:
     launched: float
     began: float  # its first step
     step: int
+    reached: int  # the last step that is known to have been done
     ended: float = 0.0
     is_known_to_end: bool = False
     pieces: list[tuple[float, float, dict[str, float]]] = field(default_factory=list)  # from, to, seconds by phase
@@ -304,6 +306,7 @@ class Mark:
     at: float
     kind: str  # `fault`, `recovery` or `end`
     words: str
+    step: int
 
 
 def moment(row: Row) -> float | None:
@@ -317,23 +320,22 @@ def moment(row: Row) -> float | None:
 def starts_and_marks(data: RunData) -> tuple[list[RunStart], list[Mark]]:
     """Return the starts of a run in their order, and what happened to it."""
     timed = [(at, row) for row in (*data.events, *data.attempts) if (at := moment(row)) is not None]
-    starts, marks = list[RunStart](), list[Mark]()
-    reached, spent, since = 0, dict[str, float](), 0.0
+    starts, marks, is_claimed = list[RunStart](), list[Mark](), False
+    spent, since = dict[str, float](), 0.0
     for at, row in sorted(timed, key=lambda pair: pair[0]):
         kind = str(row.get("event"))
         if kind in _BEGINS:
-            marks += _begun(row, at, starts, reached)
+            marks += _begun(row, at, starts)
             before = row.get("since") if isinstance(row.get("since"), dict) else {}
-            starts.append(RunStart(at - float((before or {}).get("seconds") or 0.0), at, _step(row), at))
-            spent, since, reached = {}, at, _step(row)
+            starts.append(RunStart(at - float((before or {}).get("seconds") or 0.0), at, _step(row), _step(row), at))
+            spent, since, is_claimed = {}, at, False
             continue
-        if kind == "claim":  # the next start has begun: what follows is no sign of life of this one
-            marks += _ended_without_a_word(starts)
-            continue
-        reached = max(reached, _step(row))
+        is_claimed = is_claimed or kind == "claim"  # the next start has begun
         if kind in FAULTS or kind in RECOVERIES:
-            marks.append(Mark(at, "fault" if kind in FAULTS else "recovery", _in_words(kind, row)))
-        if not starts or starts[-1].is_known_to_end:
+            marks.append(Mark(at, "fault" if kind in FAULTS else "recovery", _in_words(kind, row), _step(row)))
+        if starts:
+            starts[-1].reached = max(starts[-1].reached, _step(row))
+        if not starts or starts[-1].is_known_to_end or is_claimed:
             continue
         life = starts[-1]
         life.ended = max(life.ended, at)
@@ -344,26 +346,34 @@ def starts_and_marks(data: RunData) -> tuple[list[RunStart], list[Mark]]:
         if kind in _ENDS:
             life.is_known_to_end = True
             if kind in ("finish", "stop"):
-                marks.append(Mark(at, "end", f"{'finished' if kind == 'finish' else 'stopped'} at step {_step(row):,}"))
-    return starts, marks
+                words = f"{'finished' if kind == 'finish' else 'stopped'} at step {_step(row):,}"
+                marks.append(Mark(at, "end", words, _step(row)))
+    if starts and (is_claimed or data.standing.state == "crashed"):
+        behind = [row for row in data.steps if row["step"] > starts[-1].reached]
+        marks += _ended_without_a_word(starts[-1], sum(row["seconds"] for row in behind), len(behind))
+    return starts, sorted(marks, key=lambda mark: mark.at)
 
 
-def _begun(row: Row, at: float, starts: Sequence[RunStart], reached: int) -> Iterator[Mark]:
+def _begun(row: Row, at: float, starts: Sequence[RunStart]) -> Iterator[Mark]:
     """Yield what the beginning of a start tells of the one before, and where this one goes on."""
-    yield from _ended_without_a_word(starts)
-    if row.get("event") == "resume":
-        lost = max(0, reached - _step(row))
-        words = f"went on from step {_step(row):,}" + (f"; {lost:,} steps done again" if lost else "")
-        if starts:
-            words += f", {format_duration(max(0.0, at - starts[-1].ended))} after the end"
-        yield Mark(at, "recovery", words)
+    if not starts:
+        return
+    life, last_write, last_step = starts[-1], row.get("last_write"), row.get("last_step")
+    if isinstance(last_step, int):  # of steps.jsonl, before its rows were cut
+        life.reached = max(life.reached, last_step)
+    behind = min(float(last_write), at) - life.ended if isinstance(last_write, (int, float)) else 0.0
+    yield from _ended_without_a_word(life, max(0.0, behind), 0)
+    lost = max(0, life.reached - _step(row))
+    words = f"went on from step {_step(row):,}" if row.get("event") == "resume" else "began anew"
+    words += f"; {lost:,} steps done again" if lost else ""
+    yield Mark(at, "recovery", f"{words}, {format_duration(max(0.0, at - life.ended))} after the end", _step(row))
 
 
-def _ended_without_a_word(starts: Sequence[RunStart]) -> Iterator[Mark]:
-    """Yield that the last start ended, where nothing has told so."""
-    if starts and not starts[-1].is_known_to_end:
-        starts[-1].is_known_to_end = True
-        yield Mark(starts[-1].ended, "fault", "ended without a word: killed, or the machine went down")
+def _ended_without_a_word(life: RunStart, seconds: float, num_steps: int) -> Iterator[Mark]:
+    """Yield that a start ended so many seconds and steps behind its last event, where nothing has told so."""
+    if not life.is_known_to_end:
+        life.ended, life.reached, life.is_known_to_end = life.ended + seconds, life.reached + num_steps, True
+        yield Mark(life.ended, "fault", f"{KILLED[0]}: {KILLED[1]}", life.reached)
 
 
 def _step(row: Row) -> int:

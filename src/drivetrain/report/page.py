@@ -17,7 +17,20 @@ from urllib.parse import quote
 from drivetrain.core.aims import Aim
 from drivetrain.core.run_folder import as_row
 from drivetrain.core.value import format_count, format_duration, format_list
-from drivetrain.report.charts import FAULTS, Chart, Line, axes, charts, experts, not_drawn, telemetry, thinned, timeline
+from drivetrain.report.charts import (
+    FAULTS,
+    KILLED,
+    Chart,
+    Line,
+    axes,
+    charts,
+    experts,
+    not_drawn,
+    starts_and_marks,
+    telemetry,
+    thinned,
+    timeline,
+)
 from drivetrain.report.compare import ArmVerdict, RunComparison, RunOfArm
 from drivetrain.report.graph_picture import TIES, knowledge_figures
 from drivetrain.report.paired_test import METHOD
@@ -271,9 +284,15 @@ def _forecasts(data: RunData) -> Iterator[tuple[object, ...]]:
 def _timeline(data: RunData) -> str:
     rows: list[tuple[object, ...]] = []
     failures = [row for row in data.attempts if row.get("event") in FAULTS]
-    for row in sorted((*data.events, *failures), key=lambda row: str(row.get("time", ""))):
+    what, how = KILLED
+    killed = [
+        {"event": what, "words": how, "step": it.step, "time": datetime.fromtimestamp(it.at, UTC).isoformat()}
+        for it in starts_and_marks(data)[1]
+        if it.words.startswith(what)
+    ]
+    for row in sorted((*data.events, *failures, *killed), key=lambda row: str(row.get("time", ""))):
         kind = str(row.get("event"))
-        if kind in TOLD or kind in FAULTS:
+        if kind in TOLD or kind in FAULTS or kind == what:
             words = next((row[name] for name in _WORDS if row.get(name)), "")
             words = "; ".join(map(str, words)) if isinstance(words, list) else words
             when = str(row.get("time", ""))[:19].replace("T", " ")
