@@ -336,6 +336,21 @@ def test_another_name_for_this_machine_is_refused(server: MonitorServer) -> None
     for site in ("cross-site", "same-site"):
         found = ask(server, "/data.json", Cookie=cookie, Sec_Fetch_Site=site, Sec_Fetch_Mode="no-cors")
         assert found[0] == 403, "a page of another port is another site"
+        assert ask(server, "/data.json", Cookie=cookie, Sec_Fetch_Site=site)[0] == 403, "without saying what it is for"
+
+
+def test_a_request_of_another_origin_is_refused(server: MonitorServer) -> None:
+    cookie, port = entered(server), server.server_port
+    link = server.url.partition(str(port))[2]
+    foreign = ("https://evil.example", "null", f"http://127.0.0.1:{port + 1}", f"https://127.0.0.1:{port}")
+    for origin in (*foreign, f"http://localhost:{port}"):
+        for more in ({}, {"Sec_Fetch_Mode": "navigate"}):
+            assert ask(server, "/data.json", Cookie=cookie, Origin=origin, **more)[0] == 403, origin
+        assert ask(server, link, Origin=origin)[0] == 403, "nor does it use up the token"
+    assert ask(server, "/data.json", Cookie=cookie, Origin=f"http://127.0.0.1:{port}")[0] == 200
+    local = {"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"}
+    assert ask(server, "/data.json", Cookie=cookie, **local)[0] == 200
+    assert ask(server, link)[0] == 303
 
 
 def test_what_cannot_be_parsed_is_refused_without_an_echo(server: MonitorServer) -> None:

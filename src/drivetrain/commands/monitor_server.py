@@ -139,7 +139,9 @@ class _Handler(BaseHTTPRequestHandler):
         host = self.headers.get("Host", "")
         if host not in self.server.hosts:
             return self._refuse(HTTPStatus.MISDIRECTED_REQUEST if host else HTTPStatus.BAD_REQUEST)
-        is_navigation = self.headers.get("Sec-Fetch-Mode", "navigate") == "navigate"
+        if self.headers.get("Origin", f"http://{host}") != f"http://{host}":
+            return self._refuse(HTTPStatus.FORBIDDEN)
+        is_navigation = self.headers.get("Sec-Fetch-Mode") == "navigate"
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and not is_navigation:
             return self._refuse(HTTPStatus.FORBIDDEN)  # a page of another port, which counts as the same site
         try:
