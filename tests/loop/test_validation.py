@@ -99,6 +99,52 @@ def test_metrics_are_those_of_the_whole_set_at_once(tmp_path: Path, micro_batch:
             assert row[name] == pytest.approx(value, rel=1e-9), name
 
 
+def correct_as_a_loss(model: Any, batch: Any) -> Tensor:
+    return correct(model(batch[0]), batch)
+
+
+def confidence_as_a_loss(model: Any, batch: Any) -> Tensor:
+    return confidence(model.forward(batch[0]), batch)
+
+
+def test_a_metric_may_be_written_as_the_loss_is(tmp_path: Path) -> None:
+    """It is recognized by what it does with the output of the model: it calls it, or asks for what the model has."""
+    ours = {"accuracy": correct, "confidence": confidence, "again": correct}
+    theirs = {"accuracy": correct_as_a_loss, "confidence": confidence_as_a_loss, "again": correct}
+    one, other = (
+        trained(tmp_path / name, make_job(FLOAT64, valid=valid_set(), metrics=metrics, valid_every=5), 4)
+        for name, metrics in (("ours", ours), ("theirs", theirs))
+    )
+    assert one.metrics == other.metrics
+    assert one.last.loss == other.last.loss, "and the training is the same"
+
+
+def calls_a_number(output: Tensor, batch: Any) -> Tensor:
+    return output + batch[1].shape[0](3)
+
+
+def asks_for_more(output: Any, batch: Any) -> Tensor:
+    return torch.as_tensor(output.logits)
+
+
+@pytest.mark.parametrize("metric", [calls_a_number, asks_for_more])
+def test_a_wrong_metric_is_told_what_it_gets(tmp_path: Path, metric: Any) -> None:
+    with pytest.raises(DrivetrainError, match=r"the metric 'accuracy' raised (Type|Attribute)Error") as caught:
+        trained(tmp_path, make_job(FLOAT64, valid=valid_set(), metrics={"accuracy": metric}))
+    assert "it gets the model's output and the batch" in caught.value.remedy
+
+
+def run_as_a_loss(folder: str) -> None:
+    trained(folder, make_job(FLOAT64, valid=valid_set(), metrics={"accuracy": correct_as_a_loss}))
+
+
+def test_in_several_processes_a_metric_does_not_call_the_model(tmp_path: Path, gloo_pool: GlooPool) -> None:
+    """A rank without a sample would not, and the others would wait for it in a model whose forward communicates."""
+    with pytest.raises(DrivetrainError, match="the metric 'accuracy' calls the model") as caught:
+        gloo_pool.run(run_as_a_loss, str(tmp_path), world=2)
+    assert "(output, batch)" in caught.value.remedy
+
+
 def test_validation_has_a_batch_size_of_its_own(tmp_path: Path) -> None:
     sizes: list[int] = []
 

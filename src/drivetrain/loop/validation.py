@@ -98,6 +98,9 @@ class Validator:
         self._num_samples = 0  # of the newest batch
         self._has_told = False  # of what the loss changes
         self._scalars: dict[str, Tensor] = {}  # what metrics returned for the newest batch that return one number
+        self._of_model: dict[
+            str, nn.Module
+        ] = {}  # metrics that call the model, as the loss does, instead of its output
         self._squares: set[str] = set()  # metrics that returned as many rows as columns as a batch has samples
         self._computes_gradients = False  # whether the loss does, and so is measured with gradients on
         self._may_halve, self._eager = may_halve, eager
@@ -107,6 +110,7 @@ class Validator:
         self._loss = loss or job.loss_function
         self._loss_parts = loss_parts or LossParts(job.loss_weights, job.count, world)
         self._functions = {name: it for name, it in job.metrics.items() if not isinstance(it, MetricObject)}
+        self._calls = _MetricCalls(self._functions, precision, world, self._outputs)
         # torchmetrics objects are modules; one that was made on another device would stop in its first update.
         self._objects = {
             name: cast(Any, it).to(world.device) if isinstance(it, nn.Module) else it
@@ -223,7 +227,8 @@ class Validator:
                 both = [
                     [part_of(it, count, *ends) for it in (output, micro.batch)] for ends in ((0, cut), (cut, count))
                 ]
-                return cut, [torch.as_tensor(metric(*parts)) for parts in both]
+                model = self._calls.of_model.get(name)
+                return cut, [torch.as_tensor(metric(it if model is None else model, part)) for it, part in both]
         except Exception:  # noqa: BLE001  (a batch that cannot be cut, or a part that the metric does not take)
             return cut, []
 
@@ -343,7 +348,7 @@ class Validator:
                     tallies["loss"].add(loss, micro.num_samples)
                 if self._job.metrics:
                     with collecting() as logged, torch.no_grad():
-                        self._add_metrics(tallies, self._output(outputs), micro)
+                        self._add_metrics(tallies, self._output(outputs), micro, model)
                     self._add_logged(tallies, logged, micro.num_samples)
         return {name: tally.read() for name, tally in tallies.items()}
 
@@ -357,10 +362,12 @@ class Validator:
             tally = tallies.setdefault(name, Tally(name))
             tally.add(value if count is None else LossSum(value, count), num_samples)
 
-    def _add_metrics(self, tallies: Mapping[str, Tally], output: Any, micro: MicroBatch) -> None:
-        for name, function in self._functions.items():
+    def _add_metrics(self, tallies: Mapping[str, Tally], output: Any, micro: MicroBatch, model: nn.Module) -> None:
+        for name in self._functions:
             try:
-                value = function(output, micro.batch)
+                value = self._calls(name, output, micro.batch, model)
+            except DrivetrainError:
+                raise
             except Exception as error:
                 raise DrivetrainError(
                     f"the metric {name!r} raised {type(error).__name__}: {error}",
@@ -410,6 +417,44 @@ class Validator:
                     remedy="make it alike on every rank, for example with the number of classes given",
                 )
         return found.compute()
+
+
+class _MetricCalls:
+    """Calls metric functions, with the model's output; one that is written as the loss is, with the model."""
+
+    def __init__(
+        self, functions: Mapping[str, Callable[..., Any]], precision: Precision, world: World, outputs: list[Any]
+    ) -> None:
+        self._functions, self._precision, self._world, self._outputs = functions, precision, world, outputs
+        self.of_model: dict[str, nn.Module] = {}  # the model of those that call it
+
+    def __call__(self, name: str, output: Any, batch: Any, model: nn.Module) -> Any:
+        """Return what the metric returns for a batch."""
+        function = self._functions[name]
+        try:
+            if name not in self.of_model:
+                return function(output, batch)
+        except Exception as error:
+            if not _is_for_model(error, output, model):
+                raise
+        if self._world.size > 1:  # a rank without a sample would not call the model, whose forward may communicate
+            raise DrivetrainError(
+                f"the metric {name!r} calls the model, which metrics cannot do in several processes",
+                remedy="write it for the model's output, which is computed already: a function of (output, batch)",
+            )
+        num_outputs = len(self._outputs)
+        with self._precision.around_forward() or nullcontext():
+            value = function(model, batch)
+        del self._outputs[num_outputs:]
+        self.of_model[name] = model
+        return value
+
+
+def _is_for_model(error: Exception, output: Any, model: nn.Module) -> bool:
+    """Return whether a metric took the model's output for the model: it called it, or asked for what the model has."""
+    if isinstance(error, AttributeError):
+        return error.obj is output and hasattr(model, str(error.name))
+    return isinstance(error, TypeError) and str(error) == f"{type(output).__name__!r} object is not callable"
 
 
 class _BufferWatch:
