@@ -1,6 +1,8 @@
 """A run that is out of memory goes on with smaller micro-batches, and comes to the same."""
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from drivetrain.api import training
 from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
+from drivetrain.core.errors import GOES_ON_WITH
 from drivetrain.core.world import World
+from drivetrain.run import recovery
 from drivetrain.run.memory import NoPeakMeter, ResidentPeakMeter, peak_meter
 from tests.api.jobs import Variant, make_job, make_model, plain_loop, read, run, vector_loss
 from tests.launch.jobs import launch, script
@@ -80,6 +84,46 @@ def test_the_cap_holds_for_later_starts(tmp_path: Path) -> None:
     assert run(str(tmp_path), VARIANT, loss=loss) is not None
     assert not loss.failures
     assert json.loads((tmp_path / "suite" / "memory.json").read_text())["micro_batch"] == 16
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cap cannot be written; everything else can."""
+
+    def refused(path: Path, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(recovery, "write_atomically", refused)
+
+
+@pytest.mark.parametrize("after_samples", [0, 200])
+@pytest.mark.usefixtures("full_disk")
+def test_a_cap_that_cannot_be_kept_is_told_and_training_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], after_samples: int
+) -> None:
+    losses, _ = plain_loop(VARIANT)
+    found = run(str(tmp_path), VARIANT, loss=(loss := Hungry(8, after_samples)))
+    assert found is not None
+    assert loss.failures == 2, "32, 16"
+    np.testing.assert_allclose(found.losses, losses, rtol=0, atol=1e-12)
+    told = [line for line in capfd.readouterr().err.splitlines() if "memory.json" in line]
+    assert len(told) == 2
+    assert "No space left on device" in told[-1]
+    assert "--batch-size 8" in told[-1]
+    assert not (tmp_path / "suite" / "memory.json").exists()
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_without_the_cap_another_start_is_told_the_batch_size(tmp_path: Path) -> None:
+    def hungry(context: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        run(str(tmp_path), VARIANT, hooks=[every(1, hungry)], model=make_model(VARIANT))
+    notes = "".join(raised.value.__notes__)
+    assert "Start it again with --batch-size 16" in notes
+    assert "by itself" not in notes
+    assert not hasattr(raised.value, GOES_ON_WITH), "the supervisor would start it again in vain"
 
 
 def test_the_cap_is_that_of_a_machine(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ class _Run(Session):
         return can
 
     def _lower_cap(self, error: Exception) -> bool:
-        lower_cap(self, error)
+        is_kept = lower_cap(self, error)
         is_here = can_go_on_here(self)
         at = " while compiling" if raised_while_compiling(error) is not None else ""
         words = f"out of memory{at} with micro-batches of {self.way.micro_batch} samples"
@@ -272,7 +272,10 @@ class _Run(Session):
             where = "the last checkpoint" if has_checkpoint(self) else "the beginning"
             notice(f"{words}: going on with half as many from {where}")
         else:
-            error.add_note(f"drivetrain: {words}. Start it again: it goes on by itself with half as many")
+            again = f"Start it again with --batch-size {self.way.micro_batch // 2}"
+            if is_kept:
+                again = "Start it again: it goes on by itself with half as many"
+            error.add_note(f"drivetrain: {words}. {again}")
         return is_here
 
     def _train(self, start: _Start) -> Result:

@@ -256,20 +256,42 @@ def tell_cap(run: Session, recorder: RunRecorder | NoRunRecorder, step: int = 0)
         recorder.say(f"  memory     {why}: now {run.way.micro_batch}, and a step stays what it was")
 
 
-def lower_cap(run: Session, error: BaseException) -> None:
-    """Have the next start take half the micro-batch; an error where there is nothing to halve."""
-    keep_cap(run, 0, smaller_or_refused(run, error), run.way.micro_batch)
-    error.__dict__[GOES_ON_WITH] = f"micro-batches of {run.way.micro_batch // 2} samples"  # for the supervisor
+def lower_cap(run: Session, error: BaseException) -> bool:
+    """Have the next start take half the micro-batch; an error where there is nothing to halve.
+
+    Returns:
+        Whether it will, also in another process.
+    """
+    is_kept = keep_cap(run, 0, smaller_or_refused(run, error), run.way.micro_batch)
+    if is_kept:
+        error.__dict__[GOES_ON_WITH] = f"micro-batches of {run.way.micro_batch // 2} samples"  # for the supervisor
+    return is_kept
 
 
-def keep_cap(run: Session, step: int, size: int, ran_out: int) -> None:
-    """Keep that micro-batches have this size after `step` steps: 0 is for every step of a later start."""
+_NOT_WRITTEN: dict[Path, dict[str, Any]] = {}  # caps of this process's runs: it goes on with them all the same
+
+
+def keep_cap(run: Session, step: int, size: int, ran_out: int) -> bool:
+    """Keep that micro-batches have this size after `step` steps: 0 is for every step of a later start.
+
+    Returns:
+        Whether other processes will know it. Where it cannot be written, as on a full disk, that is told.
+    """
     before = (_read_caps(run) or {"caps": []})["caps"]
     caps = [[first, most] for first, most in before if first < step]
     machine = {"machine": run.machine(), "world_size": run.world.size}
     facts = {"micro_batch": size, "ran_out": ran_out, **machine, "caps": [*caps, [step, size]]}
-    # Several ranks may be out of memory at once.
-    write_atomically(run.path / CAP_FILE, json.dumps(facts) + "\n", f".{run.world.rank}")
+    try:  # several ranks may be out of memory at once
+        write_atomically(run.path / CAP_FILE, json.dumps(facts) + "\n", f".{run.world.rank}")
+    except OSError as error:
+        _NOT_WRITTEN[run.path] = facts
+        notice(
+            f"{run.path / CAP_FILE} cannot be written ({error.strerror or error}), so a later start begins with "
+            f"micro-batches of {ran_out} samples again: free space there, or give it --batch-size {size}"
+        )
+        return False
+    _NOT_WRITTEN.pop(run.path, None)
+    return True
 
 
 def can_go_on_here(run: Session) -> bool:
@@ -303,7 +325,7 @@ def give_memory_back() -> None:
 def _read_caps(run: Session) -> dict[str, Any] | None:
     """Return the caps that were found with this device and world; None if there are none."""
     try:
-        found = json.loads((run.path / CAP_FILE).read_text(encoding="utf-8"))
+        found = _NOT_WRITTEN.get(run.path) or json.loads((run.path / CAP_FILE).read_text(encoding="utf-8"))
         if (found["machine"], found["world_size"]) != (run.machine(), run.world.size):
             return None
         caps = found.get("caps") or [[0, found["micro_batch"]]]
