@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from drivetrain.checkpoint import CheckpointError, Files
+from drivetrain.core.errors import DrivetrainError
 from tests.api.jobs import Trained, Variant, make_job, run
 from tests.gloo_pool import GlooPool
 
@@ -164,6 +165,24 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     assert again.resumed_from == 0
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("suite")) == ["suite", "suite-2"]
     assert_identical(first, again)
+
+
+def test_a_run_whose_job_is_damaged_can_be_taken_up(whole: Callable[[int], Trained], tmp_path: Path) -> None:
+    """What the error says works: the file that the same job has under another name, or --fresh."""
+    assert run_until_crash(str(tmp_path / "cut"), BASE, 0, call_in(8, 1, 1))
+    folder = tmp_path / "cut" / "suite"
+    for damage in ("{", "", "- a list\n"):
+        (folder / "job.yaml").write_text(damage)
+        with pytest.raises(DrivetrainError, match=r"job\.yaml") as caught:
+            run(str(tmp_path / "cut"), BASE, MICRO_BATCH, 0)
+        assert "--fresh moves the run aside" in caught.value.remedy
+        assert "the same job gets the same file under another --name" in caught.value.remedy
+    assert run_until_crash(str(tmp_path / "other"), BASE, 0, call_in(1, 1, 1))
+    (folder / "job.yaml").write_bytes((tmp_path / "other" / "suite" / "job.yaml").read_bytes())
+    found = run(str(tmp_path / "cut"), BASE, MICRO_BATCH, 0)
+    assert found is not None
+    assert found.resumed_from == 6
+    assert_identical(found, whole(1))
 
 
 class DropsLate(torch.nn.Module):

@@ -354,6 +354,12 @@ def _dumped(value: Any, dumper: Any, options: Mapping[str, Any]) -> str:
     return text
 
 
+_WITHOUT_A_JOB = (
+    "to go on with it, copy a whole one there: the same job gets the same file under another --name; or --fresh moves "
+    "the run aside and begins anew, and --init-from takes the weights of its checkpoints"
+)
+
+
 def read_job(path: Path, *, history: bool = False) -> dict[str, Any]:
     """Return the identity of the job whose run a folder holds, with its extensions if asked; empty if there is none."""
     try:
@@ -361,9 +367,10 @@ def read_job(path: Path, *, history: bool = False) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DrivetrainError(f"{path / _JOB} cannot be read: {error}", remedy="choose another --name") from None
+        why = " ".join(str(error).split())  # YAML says where on lines of their own
+        raise DrivetrainError(f"{path / _JOB} cannot be read: {why}", remedy=_WITHOUT_A_JOB) from None
     if not isinstance(found, dict):
-        raise DrivetrainError(f"{path / _JOB} is damaged: it holds no job", remedy="choose another --name")
+        raise DrivetrainError(f"{path / _JOB} is damaged: it holds no job", remedy=_WITHOUT_A_JOB)
     return found if history else {key: value for key, value in found.items() if key != _HISTORY}
 
 
