@@ -422,12 +422,14 @@ def test_a_run_folder_that_was_moved_is_not_made_again(tmp_path: Path, restarts:
     flags = () if restarts else ("--max-restarts", "0")
     done = launch(tmp_path, *flags, str(job), num_processes=1, RUN=str(tmp_path / "run"))
     assert "Traceback" not in done.err
-    assert "seen" in (tmp_path / "moved" / "logs" / "attempt-0" / "rank-0.log").read_text()
+    log = tmp_path / "moved" / "logs" / "attempt-0" / "rank-0.log"
+    assert "seen" in log.read_text()
     assert done.code == (0 if restarts else 137), done.err
     if restarts:
         assert (tmp_path / "run" / "logs" / "attempt-1" / "rank-0.log").exists()
     else:
         assert not (tmp_path / "run").exists()
+        assert f"  log:    {log}" in done.last_lines, "where it is now"
         report = next(line.split()[-1] for line in done.last_lines if line.startswith("  report:"))
         assert json.loads(Path(report).read_text())["step"] == 3
 

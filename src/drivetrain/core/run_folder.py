@@ -51,6 +51,15 @@ _DRAFT = ".{}.tmp"  # the name that a file has while it is written
 _BEFORE_A_JOB = (_LOCK, CERTIFICATE, _DRAFT.format(_JOB), _DRAFT.format(CERTIFICATE))
 
 
+def path_now(descriptor: int) -> Path | None:
+    """Return where an open file or folder is, also after it was moved; None if it was deleted, or that is not known."""
+    try:
+        found = Path(f"/proc/self/fd/{descriptor}").readlink()
+    except OSError:
+        return None
+    return None if found.name.endswith(" (deleted)") else found
+
+
 def problem_with_name(name: object) -> str:
     """Return why a run cannot have this name, which is that of its folder as well; empty if it can."""
     if not isinstance(name, str) or not name.strip():
@@ -247,11 +256,8 @@ class RunFolder:
             pass
         except OSError:  # says nothing of where it is
             return
-        try:
-            moved_to = str(Path(f"/proc/self/fd/{self._here}").readlink())
-        except OSError:
-            moved_to = ""
-        if moved_to and not moved_to.endswith(" (deleted)"):
+        moved_to = path_now(self._here)
+        if moved_to is not None:
             raise DrivetrainError(
                 f"{self.path} was moved to {moved_to} while its run goes on",
                 remedy="move it back, and the next save is tried; if the run has ended, the same command goes on from "

@@ -406,7 +406,7 @@ class Supervisor:
             place["noticed_after"] = cause.at - attempt.stepped_at if attempt.stepped_at else None
             return never_came(cause, self._stacks(attempt, crew, [rank])[rank], at=cause.at, **place)
         if cause.rank is not None and cause.node == 0:
-            cause = replace(cause, log=str(crew.logs.path(cause.rank)))  # it may have moved since
+            cause = replace(cause, log=str(crew.logs.path_now(cause.rank)))  # it may have moved since
         return cause
 
     def _stacks(self, attempt: _Attempt, crew: Crew, ranks: Collection[int]) -> dict[int, str]:

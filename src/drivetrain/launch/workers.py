@@ -23,6 +23,7 @@ from drivetrain.core import MEMORY_KEPT
 from drivetrain.core.launchers import CHANNEL, PAGE_FD, ProcessPlace, Progress, ProgressPage
 from drivetrain.core.log import printable, say
 from drivetrain.core.processes import OrphanGuard, held_back, kill_group
+from drivetrain.core.run_folder import path_now
 from drivetrain.hardware.host import oom_kills
 from drivetrain.launch.layout import LaunchOptions, Layout
 from drivetrain.launch.nodes import TOKEN
@@ -92,6 +93,11 @@ class RankLogs:
 
     def path(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.log"
+
+    def path_now(self, rank: int) -> Path:
+        """Return where a log is, also after the run's folder was moved."""
+        file = self._files.get(rank)
+        return (None if file is None else path_now(file.fileno())) or self.path(rank)
 
     def stacks(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.stacks"
