@@ -114,6 +114,19 @@ def test_halving_drops_the_worse_and_the_others_go_on_to_the_bit(tmp_path: Path)
     assert losses(folder_of(result, 1e-6, 0))[-1][0] < 16, "it stopped soon after its rung"
 
 
+def test_rungs_are_those_of_the_length_that_is_asked_for(tmp_path: Path) -> None:
+    """The configuration has the last word on it: --epochs 4 of a script that says 30."""
+
+    def shorter(lr: float, seed: int) -> tuple[dt.Job, dt.Config]:
+        config = dt.configure(report=False, auto_optimize=False, monitor_gpu=False, max_steps=12, valid_every=2)
+        return make(lr, seed)[0], config
+
+    result = dt.sweep(shorter, {"lr": [1e-6, 0.1]}, halving=2, output_dir=tmp_path, quiet=True)
+    assert [(row["state"], row["rung"]) for row in result.rows] == [("dropped", 6), ("done", None)]
+    dropped, done = (losses(folder_of(result, lr, 0))[-1][0] for lr in (1e-6, 0.1))
+    assert dropped < done == 12
+
+
 def test_it_goes_on_after_its_budget_without_doing_anything_twice(tmp_path: Path) -> None:
     first = dt.sweep(make, {"lr": [0.1, 0.05, 0.02]}, budget_steps=STEPS, output_dir=tmp_path, quiet=True)
     assert not first.is_done

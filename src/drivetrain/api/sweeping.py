@@ -37,6 +37,7 @@ from drivetrain.job import Job
 from drivetrain.report.compare import RunComparison, compare
 from drivetrain.report.page import comparison_page
 from drivetrain.run.claiming import fork_run
+from drivetrain.run.job_settings import of_asked_length
 
 LEDGER, PAGE = "sweep.json", "sweep.html"
 INTERRUPTED = "interrupted by Ctrl-C or another signal"
@@ -313,7 +314,7 @@ class _Sweep:
         number, factor = len(spec.variants), spec.halving
         num_rungs = max(0, math.ceil(math.log(number, factor) - 1e-9))
         first = spec.first_steps
-        total = self._maker(spec.variants[0], spec.seeds[0], lambda job, config: job.num_steps)
+        total = self._maker(spec.variants[0], spec.seeds[0], lambda job, config: of_asked_length(job, config).num_steps)
         if first is None and total is None:
             raise DrivetrainError(
                 "the number of steps of the job is not known, so rungs cannot be chosen", remedy="give --first-steps"
