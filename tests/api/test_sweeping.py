@@ -260,10 +260,13 @@ def test_a_fork_has_another_weight_decay(tmp_path: Path, kind: type[torch.optim.
     assert losses(Path(back.rows[0]["runs"]["0"]["folder"])) == none, "two groups become one"
 
 
-def test_a_fork_of_other_weights_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_fork_of_other_weights_is_refused_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = trunk(tmp_path, *make_decayed(None, 0))
     frozen = partial(make_decayed, is_frozen=True)
-    result = dt.sweep(frozen, {"weight_decay": [None]}, fork=f"{base}@8", output_dir=tmp_path, quiet=True)
+    result = dt.sweep(frozen, {"weight_decay": [None]}, fork=f"{base}@8", output_dir=tmp_path)
+    told = capsys.readouterr().out
+    assert "seed 0: failed: " in told
+    assert "valid_loss" not in told, "that of the run it was forked from is none of its own"
     error = result.rows[0]["runs"]["0"]["error"]
     assert "only in the checkpoint: 0.bias" in error
     assert "--init-from" in error

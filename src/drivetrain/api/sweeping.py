@@ -418,14 +418,15 @@ class _Sweep:
         return ""
 
     def _tell(self, row: Row, seed: int, outcome: Row) -> None:
-        words = in_words(row["settings"])
         value = "no value" if outcome["value"] is None else f"{self._spec.metric} {outcome['value']:.6g}"
-        state = {"done": "", "paused": ", paused", "failed": f", failed: {outcome['error']}"}.get(outcome["state"], "")
+        told = f"{value} at step {outcome['step']:,}" + {"paused": ", paused"}.get(outcome["state"], "")
+        if outcome["state"] == "failed":
+            told = f"failed: {outcome['error']}"
         began, before = self._timed
         left = (self._num_wanted - self._num_done) * (time.time() - began) / max(1, self._num_done - before)
         rest = f"; about {format_duration(left)} left" if self._num_done < self._num_wanted else ""
         self._say(
-            f"  {self._num_done}/{self._num_wanted}  {words}, seed {seed}: {value} at step {outcome['step']:,}{state}"
+            f"  {self._num_done}/{self._num_wanted}  {in_words(row['settings'])}, seed {seed}: {told}"
             f" ({format_duration(outcome['seconds'])}{rest})"
         )
 
