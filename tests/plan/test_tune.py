@@ -318,7 +318,7 @@ def test_a_job_pays_only_so_much_for_measuring() -> None:
     tuned = small.tune(remaining_samples=200_000, fixed_micro_batch="asked for", **limits)
     assert tuned.way.num_threads == 1
     assert small.now <= 23 * 0.05 + 2.0, "a measurement that was begun is finished"
-    assert "1 threads is +50%" in tuned.reasons["num_threads"]
+    assert "1 thread is +50%" in tuned.reasons["num_threads"]
 
 
 def test_a_step_is_captured_where_it_is_short_or_launching_takes_most_of_it() -> None:

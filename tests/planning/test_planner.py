@@ -141,7 +141,7 @@ def test_a_resumed_run_keeps_its_plan(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(planner, "tune", never)
     cut = run(tmp_path / "cut", make_job(VARIANT))
-    assert plan_of(cut)["way"] == "fp32, micro-batch 7, eager, 1 threads"
+    assert plan_of(cut)["way"] == "fp32, micro-batch 7, eager, 1 thread"
     assert plan_of(cut)["notes"][0].startswith("as in the checkpoint of step ")
     now = plan_of(cut)
     for name in ("forecast", "tried", "planned", "planning_seconds"):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from drivetrain.core.value import PrecisionName, Value
+from drivetrain.core.value import PrecisionName, Value, format_count
 from drivetrain.plan.rules import Choice, Settings
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
@@ -477,7 +477,7 @@ KNOBS: tuple[Knob, ...] = (
         field="num_threads",
         settings=("kernels.num_threads",),
         words="threads",
-        in_words=lambda number: f"{number} threads" if number else "",
+        in_words=lambda number: format_count(number, "thread") if number else "",
         by_rule=lambda asked: asked.read("kernels.num_threads"),
         others=_other_thread_counts,
         told=(PlanLine("kernels.num_threads", _tell_threads),),
