@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain.core.goodput import BUCKETS, Account
 from drivetrain.core.metrics import Histogram, Text
 from drivetrain.moe import KnowledgeGraph
 from drivetrain.monitor.tracking import keep_media
@@ -335,6 +337,15 @@ def test_faults_and_recoveries_are_on_the_clock(tmp_path: Path) -> None:
     killed = "<td>131</td><td>ended without a word</td><td>killed, or the machine went down</td>"
     assert f"<td>2026-01-01 00:01:04</td>{killed}" in text, "steps.jsonl is what it last wrote"
     assert "<td>job changed</td><td>lr is 0.1, was 0.2; samples 3 and 5 of the training data</td>" in text
+
+
+def test_the_card_of_the_time_says_what_it_counts(tmp_path: Path) -> None:
+    account = Account(dict.fromkeys(BUCKETS, 1.0), {"killed": 1}, (7,), (2.0,), ())
+    text = page(replace(RunData.read(make_folder(tmp_path / "run")), account=account), "", {})
+    words = "interruptions 1: killed (1); 2 s to go on and 7 steps lost (means)"
+    assert f"<dt>wall time</dt><dd>13 s</dd><dd class=note>{words}</dd>" in text
+    quiet = replace(RunData.read(tmp_path / "run"), account=replace(account, interruptions={}))
+    assert "<dt>wall time</dt><dd>13 s</dd></div>" in page(quiet, "", {})
 
 
 def test_a_run_that_began_anew_or_stays_killed_says_so(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def _headline(data: RunData) -> Iterator[tuple[str, str, str]]:
     account = data.account
     if account is not None and account.wall_seconds:
         lost = account.failures_in_words()
-        yield "wall time", format_duration(account.wall_seconds), lost
+        yield "wall time", format_duration(account.wall_seconds), f"interruptions {lost}" if lost else ""
         yield "goodput", f"{account.goodput:.1%}", "of the wall time went into steps that count"
     rate = median(row["samples_per_second"] for row in data.speed if "samples_per_second" in row)
     if rate is not None:
