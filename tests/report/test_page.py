@@ -348,6 +348,25 @@ def test_the_card_of_the_time_says_what_it_counts(tmp_path: Path) -> None:
     assert "<dt>wall time</dt><dd>13 s</dd></div>" in page(quiet, "", {})
 
 
+def test_the_forecast_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")  # 300 steps of 0.01 s, and 6 validations of 0.1 s
+    forecast = {"step_seconds": 0.02, "job_seconds": 6.5}
+    (folder / "plan.yaml").write_text(
+        json.dumps({"device": "cpu", "choices": {"batch.size": {"value": 8, "why": "w"}}, "forecast": forecast})
+    )
+    (folder / "job.yaml").write_text(json.dumps({"name": "made", "num_steps": 300}))
+
+    def cells() -> list[str]:
+        data = RunData.read(folder)
+        plan = page(data, "", {}).partition("<h2>Plan</h2>")[2].partition("</section>")[0]
+        return re.findall(r"<td>(.*?)</td>", plan.partition("forecast</th>")[2])
+
+    whole = ["steps and validations together", "6.5 s", "3.6 s"]
+    assert cells() == ["seconds per step", "0.02", "0.01 (median)", *whole]
+    (folder / "job.yaml").write_text(json.dumps({"name": "made", "num_steps": 400}))
+    assert cells()[3:] == [], "it has not come to its end"
+
+
 def test_a_run_that_began_anew_or_stays_killed_says_so(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "run")
 

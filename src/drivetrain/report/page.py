@@ -275,6 +275,10 @@ def _forecasts(data: RunData) -> Iterator[tuple[object, ...]]:
     step = median(row["seconds"] for row in data.steps)
     if forecast.get("step_seconds") and step is not None:
         yield "seconds per step", f"{forecast['step_seconds']:.4g}", f"{step:.4g} (median)"
+    if forecast.get("job_seconds") and data.steps and data.steps[-1]["step"] == data.job.get("num_steps"):
+        seconds = sum(row["seconds"] for row in data.steps) + sum(row.get("seconds") or 0.0 for row in data.metrics)
+        words = format_duration(forecast["job_seconds"]), format_duration(seconds)
+        yield "steps and validations together", *words
     peak = data.peak_memory_gib
     expected = forecast.get("run_peak_bytes") or forecast.get("peak_bytes")
     if expected and peak is not None:
