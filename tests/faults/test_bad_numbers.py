@@ -1,10 +1,13 @@
 """Numbers that are not finite: the step is skipped by all ranks, three in a row roll back, spikes are reported."""
 
+import errno
 import math
+import os
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from drivetrain import DrivetrainError, StepContext, every
 from drivetrain.core.metrics import StepRecord
 from drivetrain.data.division import SampleStream
 from drivetrain.loop.bad_numbers import RollBackError, Skips, SpikeWatch
+from drivetrain.run import recovery
 from drivetrain.run.recovery import saved_steps
 from drivetrain.strategies.base import BadStepGate
 from tests.api.jobs import Variant, plain_loop, run, vector_loss
@@ -68,6 +72,23 @@ def test_three_in_a_row_go_back_and_past(gloo_pool: GlooPool, tmp_path: Path, st
     assert found.resumed_from == 8
     assert_without(found, [9, 10, 11, 12, 14])
     assert [row["step"] for row in events(tmp_path / "suite", "bad step")] == [10, 11, 12, 14]
+
+
+def trained_on_a_full_disk(folder: str) -> None:
+    def refused(path: Path, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with mock.patch.object(recovery, "write_atomically", refused):
+        trained(folder, "nan@10,nan@11,nan@12", "auto")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_left_out_has_to_be_kept(gloo_pool: GlooPool, tmp_path: Path, world: int) -> None:
+    """A resumed run would not leave it out, and come to something else. All ranks say so, and none waits."""
+    words = r"bad_steps\.json cannot be written \(No space left on device\)"
+    with pytest.raises(DrivetrainError, match=words) as caught:
+        gloo_pool.run(trained_on_a_full_disk, str(tmp_path), world=world)
+    assert "the same command goes on" in str(caught.value)
 
 
 def test_a_resumed_run_leaves_out_the_same_steps(tmp_path: Path) -> None:

@@ -385,7 +385,14 @@ def _kept(run: Session, error: RollBackError) -> bool:
             f"remove {SKIPS_FILE} from the run's folder to let it try again",
         )
     before[kind].append(error.last if error.single else [step + 1, error.last])
-    write_atomically(run.path / SKIPS_FILE, json.dumps(before) + "\n")
+    try:
+        write_atomically(run.path / SKIPS_FILE, json.dumps(before) + "\n")
+    except OSError as problem:
+        raise DrivetrainError(
+            f"{error.message}; to go back without these steps, they have to be kept, and "
+            f"{run.path / SKIPS_FILE} cannot be written ({problem.strerror or problem})",
+            remedy="free space there; the same command goes on from the last checkpoint",
+        ) from problem
     where = f"the checkpoint of step {step}" if step else "the beginning"
     left_out = f"step {error.last}" if error.single else f"steps {step + 1} to {error.last}"
     notice(f"{error.message}: going back to {where}, without {left_out}")
