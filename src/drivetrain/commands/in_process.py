@@ -140,8 +140,8 @@ def _called(function: Any, target: str, arguments: Mapping[str, Any]) -> Any:
         given = f" with {', '.join(arguments)}" if arguments else ""
         raise DrivetrainError(
             f"{target} cannot be called{given}: {error}",
-            remedy="give a function whose other arguments have defaults; `drivetrain sweep` fills in `seed`, and those "
-            "that its grid names",
+            remedy="give its arguments defaults; only `drivetrain sweep` fills some in: `seed`, and those of its grid, "
+            "which the function has to take",
         ) from None
     except ValueError:  # one of C, whose arguments Python does not know
         pass
