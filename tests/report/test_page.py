@@ -339,6 +339,31 @@ def test_faults_and_recoveries_are_on_the_clock(tmp_path: Path) -> None:
     assert "<td>job changed</td><td>lr is 0.1, was 0.2; samples 3 and 5 of the training data</td>" in text
 
 
+def test_what_follows_from_a_failed_rank_is_no_fault_of_its_own(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+
+    def marks(rank: int) -> list[Any]:
+        rows = [
+            {"event": "start", "time": "2026-01-01T00:00:00+00:00", "step": 0},
+            {
+                "event": "stopped by an error",
+                "time": "2026-01-01T00:00:10+00:00",
+                "error": "RuntimeError: reset by peer",
+            },
+            {"event": "resume", "time": "2026-01-01T00:00:20+00:00", "step": 80},
+            {"event": "finish", "time": "2026-01-01T00:00:30+00:00", "step": 300},
+        ]
+        failure = {"event": "failure", "time": "2026-01-01T00:00:12+00:00", "cause": "signal", "rank": rank, "step": 98}
+        (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "attempts.jsonl").write_text(json.dumps(failure) + "\n")
+        return [mark[3] for mark in figures_of(made_page(folder))["timeline"]["marks"]]
+
+    went_on = "went on from step 80; 18 steps done again, 10 s after the end"
+    assert marks(1) == ["failed on rank 1, step 98: signal", went_on, "finished at step 300"]
+    own = "stopped by an error: RuntimeError: reset by peer"
+    assert marks(0) == [own, "failed on rank 0, step 98: signal", went_on, "finished at step 300"]
+
+
 def test_the_card_of_the_time_says_what_it_counts(tmp_path: Path) -> None:
     account = Account(dict.fromkeys(BUCKETS, 1.0), {"killed": 1}, (7,), (2.0,), ())
     text = page(replace(RunData.read(make_folder(tmp_path / "run")), account=account), "", {})

@@ -274,11 +274,12 @@ PHASES = {
     "step": "#0072b2", "data_wait": "#e69f00", "eval": "#009e73", "ckpt_block": "#cc79a7", "init": "#8c8c8c",
     "other": "#c4c9ce",
 }  # fmt: skip
+_ERROR = "stopped by an error"
 FAULTS = {
     "failure": "failed", "hang": "hung", "out of memory": "out of memory", "bad step": "bad numbers",
     "loss spike": "loss spike", "replicas differ": "replicas differ", "save failed": "save failed",
     "save given up": "save given up", "checkpoint problem": "checkpoint problem",
-    "stopped by an error": "stopped by an error",
+    _ERROR: _ERROR,
 }  # fmt: skip
 RECOVERIES = {"micro-batch capped": "smaller micro-batches"}
 KILLED = ("ended without a word", "killed, or the machine went down")
@@ -331,6 +332,9 @@ def starts_and_marks(data: RunData) -> tuple[list[RunStart], list[Mark]]:
             spent, since, is_claimed = {}, at, False
             continue
         is_claimed = is_claimed or kind == "claim"  # the next start has begun
+        if kind == "failure" and row.get("rank"):  # the main process stopped since that rank did
+            began = starts[-1].began if starts else 0.0
+            marks = [mark for mark in marks if mark.at < began or not mark.words.startswith(_ERROR)]
         if kind in FAULTS or kind in RECOVERIES:
             marks.append(Mark(at, "fault" if kind in FAULTS else "recovery", _in_words(kind, row), _step(row)))
         if starts:
@@ -384,8 +388,9 @@ def _step(row: Row) -> int:
 def _in_words(kind: str, row: Row) -> str:
     told = next((str(row[name]) for name in _WORDS if row.get(name)), "")
     where = f" on rank {row['rank']}" if isinstance(row.get("rank"), int) else ""
+    step = f", step {_step(row):,}" if "step" in row else ""
     name = {**FAULTS, **RECOVERIES}[kind]
-    return f"{name}{where}, step {_step(row):,}" + (f": {told}" if told else "")
+    return f"{name}{where}{step}" + (f": {told}" if told else "")
 
 
 def timeline(data: RunData) -> dict[str, Any] | None:
