@@ -206,6 +206,22 @@ def test_a_fork_without_a_change_is_the_same_run_to_the_bit(tmp_path: Path) -> N
         assert not list(tmp_path.glob("none/*-seed-*")), "it would count as trained when the sweep goes on"
 
 
+def test_a_fork_of_nothing_ends_the_sweep_and_keeps_no_failure(tmp_path: Path) -> None:
+    """Once the checkpoint is there, the same command goes on; a folder may have an @ in its name."""
+    folder = tmp_path / "a@home" / "trunk"
+
+    def swept(fork: str) -> sweeping.SweepResult:
+        return dt.sweep(make, {"lr": [0.1, 0.02]}, fork=fork, output_dir=tmp_path, quiet=True)
+
+    with pytest.raises(dt.DrivetrainError, match="trunk has no checkpoint of step 8 to fork from") as refused:
+        swept(f"{folder}@8")
+    assert "train it first" in refused.value.remedy
+    assert trunk(tmp_path / "a@home", *make(0.1, 0)) == folder
+    assert swept(f"{folder}@8").is_done
+    with pytest.raises(dt.DrivetrainError, match="trunk@late has no checkpoint to fork from"):
+        dt.sweep(make, {"lr": [0.1]}, name="late", fork=f"{folder}@late", output_dir=tmp_path, quiet=True)
+
+
 class Slowing(torch.optim.SGD):
     """Keeps a number of its own in its groups, as Prodigy does: each step is shorter than the one before."""
 

@@ -603,6 +603,22 @@ def _on_a_line(error: Exception) -> str:
     return f"{told}; remedy: {error.remedy}" if isinstance(error, DrivetrainError) and error.remedy else told
 
 
+def _fork_point(fork: str) -> tuple[Path, int | None]:
+    """Return the folder and the step of `FOLDER@STEP`, or of `FOLDER`."""
+    folder, _, step = fork.rpartition("@")
+    return (Path(folder), int(step)) if folder and step.isdecimal() else (Path(fork), None)
+
+
+def _fork(task: SweepTask) -> list[tuple[str, str]]:
+    """Begin a run with the checkpoint that the sweep is forked from; return why it cannot, and the remedy, if so."""
+    source, step = _fork_point(task.fork)
+    try:
+        fork_run(source, task.folder, step)
+    except DrivetrainError as problem:
+        return [(problem.message, problem.remedy)]
+    return []
+
+
 _NO_METRIC = "give a validation set, Job(valid=…), or another --metric"
 
 
@@ -626,17 +642,18 @@ def run_task(task: SweepTask) -> Row:
             result = train(job, _for_run(config, task.folder), quiet=True)
         if forked and result.steps == result.resumed_from and result.finished:
             why = f"{task.fork} is at the end of the job: nothing is left to train"
-            refused.append((why, f"begin with an earlier checkpoint, --fork {source}@STEP, or train longer, --epochs"))
+            earlier = f"{_fork_point(task.fork)[0]}@STEP"
+            refused.append((why, f"begin with an earlier checkpoint, --fork {earlier}, or train longer, --epochs"))
             shutil.rmtree(task.folder)  # a copy; it would count as trained
 
     error, forked = "", False
-    source, _, at = task.fork.partition("@")
     if not _interrupts and not is_finished(task.folder) and not _has_reached(task):
         try:
             if task.fork and not task.folder.exists():
-                fork_run(Path(source), task.folder, int(at) if at else None)
-                forked = True
-            task.maker(task.settings, task.seed, go)
+                refused += _fork(task)
+                forked = not refused
+            if not refused:
+                task.maker(task.settings, task.seed, go)
         except Exception as problem:  # noqa: BLE001 - a variant that fails does not end the others
             error = _on_a_line(problem)
     value, step = _value(task)
