@@ -282,6 +282,7 @@ def test_a_rank_that_gives_up_takes_the_others_along(
     assert words in captured[0].why_not
 
 
+@pytest.mark.soak  # the other rank waits until it is ended
 def test_a_recording_that_fails_while_gradients_are_reduced_ends_the_run(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """DDP cannot go on after that, with or without capture."""
     with pytest.raises(DrivetrainError, match="while DDP reduced its gradients"):
