@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -151,7 +151,8 @@ class Book:
         return {name: entry["rate"]["median"] for name, entry in entries.items() if entry.get("rate")}
 
     def write(self) -> None:
-        self.document["ratios"] = ratios(self._contest.aims, self.rates())
+        hopeless = {each.name for each in self._contest.competitors if each.why_not}
+        self.document["ratios"] = ratios(self._contest.aims, self.rates(), hopeless)
         self.document["limits"] = limits(self._contest.limits, self.document["competitors"])
         self._path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._path.with_suffix(".tmp")
@@ -169,15 +170,20 @@ def _kind(machine: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in machine.items() if key != "usable_cores" or not machine.get("gpus")}
 
 
-def ratios(aims: Sequence[Aim], rates: Mapping[str, float]) -> dict[str, Any]:
-    """Return the ratios whose two sides were measured. While some of the others were not, none is called met."""
+def ratios(aims: Sequence[Aim], rates: Mapping[str, float], hopeless: Collection[str] = ()) -> dict[str, Any]:
+    """Return the ratios whose two sides were measured.
+
+    While some of the others were not, none is called met: they may be faster. Those that are hopeless on this machine
+    are not.
+    """
     found: dict[str, Any] = {}
     for aim in aims:
         others = {name: rates[name] for name in aim.against if name in rates}
         if aim.ours not in rates or not others:
             continue
         fastest = max(others, key=lambda name: others[name])
-        value, missing = rates[aim.ours] / others[fastest], [name for name in aim.against if name not in rates]
+        value = rates[aim.ours] / others[fastest]
+        missing = [name for name in aim.against if name not in rates and name not in hopeless]
         found[aim.words] = {
             "value": _short(value),
             "at_least": aim.at_least,

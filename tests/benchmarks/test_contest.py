@@ -96,6 +96,7 @@ def test_ratios_are_against_the_fastest() -> None:
     assert ratios(aims, {"a": 1.0}) == {}
     part = ratios(aims, {"ours": 10.0, "a": 5.0})["both"]
     assert (part["value"], part["missing"], part["met"]) == (2.0, ["b"], False), "the other one may be faster"
+    assert ratios(aims, {"ours": 10.0, "a": 5.0}, {"b"})["both"]["met"], "it cannot be, on this machine"
 
 
 def test_limits_hold_for_the_first_start() -> None:
