@@ -98,9 +98,6 @@ class Validator:
         self._num_samples = 0  # of the newest batch
         self._has_told = False  # of what the loss changes
         self._scalars: dict[str, Tensor] = {}  # what metrics returned for the newest batch that return one number
-        self._of_model: dict[
-            str, nn.Module
-        ] = {}  # metrics that call the model, as the loss does, instead of its output
         self._squares: set[str] = set()  # metrics that returned as many rows as columns as a batch has samples
         self._computes_gradients = False  # whether the loss does, and so is measured with gradients on
         self._may_halve, self._eager = may_halve, eager
