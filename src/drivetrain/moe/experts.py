@@ -147,6 +147,26 @@ def _flat(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias.flatten().to(dtype)
 
 
+def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight in a dtype, laid out as it is: the compiler would transpose it meanwhile, which takes longer."""
+    if weight.dtype == dtype or not (weight.is_cuda and torch.compiler.is_compiling()):
+        return weight.to(dtype)
+    cast: Tensor = torch.ops.drivetrain.cast(weight, dtype)
+    return cast
+
+
+@torch.library.custom_op("drivetrain::cast", mutates_args=())
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype)
+
+
+_cast.register_fake(lambda weight, dtype: torch.empty_like(weight, dtype=dtype))
+_cast.register_autograd(
+    lambda ctx, gradient: (gradient.to(ctx.dtype), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "dtype", inputs[0].dtype),
+)
+
+
 class _GatedSilu(Function):
     """Computes silu(gate) × up of one fused tensor.
 
@@ -180,26 +200,6 @@ def gated_silu(hidden: Tensor) -> Tensor:
         return functional.silu(gate) * up
     result: Tensor = _GatedSilu.apply(hidden)  # type: ignore[no-untyped-call]
     return result
-
-
-def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight in a dtype, laid out as it is: the compiler would transpose it meanwhile, which takes longer."""
-    if weight.dtype == dtype or not (weight.is_cuda and torch.compiler.is_compiling()):
-        return weight.to(dtype)
-    cast: Tensor = torch.ops.drivetrain.cast(weight, dtype)
-    return cast
-
-
-@torch.library.custom_op("drivetrain::cast", mutates_args=())
-def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight.to(dtype)
-
-
-_cast.register_fake(lambda weight, dtype: torch.empty_like(weight, dtype=dtype))
-_cast.register_autograd(
-    lambda ctx, gradient: (gradient.to(ctx.dtype), None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "dtype", inputs[0].dtype),
-)
 
 
 # The same on an NVIDIA GPU, in one kernel for each direction. The compiler's backward reads the gate and the gradient
