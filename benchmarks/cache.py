@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.contest import Measured
@@ -70,9 +71,7 @@ def main() -> None:
     from benchmarks.plan_gpt2 import workload
 
     began = time.time()
-    work = workload(smoke=False).paced(
-        warm_steps=PACE.warm_steps, window_steps=PACE.window_steps, num_windows=PACE.num_windows
-    )
+    work = replace(workload(smoke=False), pace=PACE)
     found: Measured = ours(work)
     facts, step = found.facts, sorted(found.seconds)[len(found.seconds) // 2]
     before = began - float(os.environ[BEGAN])  # importing
