@@ -284,7 +284,7 @@ class World:
 
     @property
     def backend(self) -> str:
-        """What the collectives run on; empty for one process."""
+        """The backend of the collectives, such as `nccl`; empty for one process."""
         return "" if self.group is None else str(dist.get_backend(self.group))
 
     @property

@@ -55,7 +55,7 @@ TRIED = "this has been tried with one NCCL rank only"
 
 
 class Ability(IntEnum):
-    """What a rank could do with a step. All ranks do the least of it."""
+    """Lists what a rank may be able to do with a step, least first. All ranks do the least that any of them can."""
 
     GIVE_UP = 0  # run this step and all others eagerly
     START_OVER = 1  # run it eagerly, and record anew what was recorded: the model has changed

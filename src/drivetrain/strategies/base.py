@@ -360,7 +360,7 @@ class CapturableStrategy(Strategy, Protocol):
 
     @property
     def parts(self) -> StrategyParts:
-        """What it was given."""
+        """The parts that `prepare` was given."""
 
     @property
     def num_values(self) -> int:

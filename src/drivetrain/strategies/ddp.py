@@ -152,7 +152,7 @@ class DdpStrategy:
 
     @property
     def parts(self) -> StrategyParts:
-        """What it was given."""
+        """The parts that `prepare` was given."""
         return self._parts
 
     @property
