@@ -1,8 +1,10 @@
 """Processes that are forked behave as those that are started."""
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +68,12 @@ def test_workers_are_forked_only_where_no_gpu_is(machine: str, monkeypatch: pyte
     found = hardware_fixtures.load(machine)
     monkeypatch.setattr(hardware, "detect", lambda: found)
     assert warm_workers.may_fork() == (not found.gpus)
+
+
+def test_what_the_caller_cleans_up_in_the_end_stays() -> None:
+    """Unlike a fresh interpreter, a fork has the functions that Python would call at the caller's end."""
+    with tempfile.TemporaryDirectory() as ours:
+        words = ["python", "-c", "import tempfile; print(tempfile.TemporaryDirectory().name)", "--multiprocessing-fork"]
+        process = warm_python.spawn_by_fork(sys.executable.encode(), words, [])
+        assert os.waitpid(process, 0)[1] == 0
+        assert Path(ours).is_dir()

@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import process as process_pools
 from contextlib import suppress
@@ -201,6 +202,9 @@ def _main(
 
 def become(words: list[str], folder: str, environment: Mapping[str, str]) -> None:
     """Be `python WORDS` until the process ends: streams, signals and groups are the caller's to set."""
+    # Temporary folders are the caller's, which removes them at its own end.
+    _kept.append(dict(weakref.finalize._registry))  # type: ignore[attr-defined]
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", buffering=-1, closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
