@@ -94,6 +94,25 @@ def test_a_kill_moves_steps_from_kept_to_lost(tmp_path: Path) -> None:
     assert "signal (1); 500 ms to notice, 16 s to go on and 4 steps lost" in account.failures_in_words()
 
 
+@pytest.mark.parametrize("saved", [8, 11])
+def test_what_a_rank_records_after_another_has_died_counts_once(tmp_path: Path, saved: int) -> None:
+    """The time since the death is recovery's: the main process waited for the dead rank in its last step."""
+    run = Written(tmp_path)
+    run.row("start", step=0, since={"seconds": 0, "launch": 0})
+    run.steps(10, 1.0, first=0)
+    failed_at = 50 + run.now
+    run.now += 3.0
+    run.row("time", step=11, spent={"step": 13.0})
+    run.row("failure", "attempts", cause="signal", step=10, failed_at=failed_at)
+    run.row("resume", step=saved, since={"seconds": 0, "launch": 0})
+    run.steps(6, 1.0, first=saved)
+    run.row("finish", step=saved + 6)
+    account = read_account(tmp_path)
+    close(account, step=min(saved, 10) + 6, step_lost=max(0, 10 - saved), recovery=3)
+    assert account is not None
+    assert account.wall_seconds == pytest.approx(run.now)
+
+
 def test_a_hang_and_a_stop_with_another_machine_behind_it(tmp_path: Path) -> None:
     run = Written(tmp_path)
     run.row("launch", "attempts")
