@@ -79,8 +79,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 JOBS: dict[str, Callable[[Path], Ended]] = {
-    # With a limit of 3 s: a step of 0.1 s at times takes 0.3 s; a hook and a validation take 4 s.
-    "slow": lambda at: run_with(at, "", steps=40, SLOW="1", HOOK_SECONDS="4", VALID_SECONDS="4"),
+    # With a limit of 2 s: a step of 0.1 s at times takes 0.3 s; a hook and a validation take 3 s.
+    "slow": lambda at: run_with(at, "", steps=32, hang=2.0, SLOW="1", HOOK_SECONDS="3", VALID_SECONDS="3"),
     **{kind: lambda at, kind=kind: run_with(at, f"{kind}@9:rank{hung_rank(kind)}") for kind in KINDS},  # type: ignore[misc]
     "one process": lambda at: run_with(at, "gil@9", world=1),
     # 3 s, of which 2 are too many, and 12 would be the end.

@@ -418,12 +418,21 @@ class TaggedData(Dataset[Any]):
         return self._length
 
     def __getitem__(self, number: int) -> tuple[int, int, Any]:
+        return self.items([number])[0]
+
+    def items(self, numbers: Sequence[int]) -> list[tuple[int, int, Any]]:
+        """Return several items, for one look at the generators: it takes longer than most items."""
         if not self._keyed:
-            item = self._read(number)
-            return number, digest_of(item) if self._digests else 0, item
+            return [self._told(number, self._read(number)) for number in numbers]
         with generators_kept():
-            seed_generators(self._seed * 1_000_003 + number)
-            return number, 0, self._read(number)
+            return [(number, 0, self._read_keyed(number)) for number in numbers]
+
+    def _told(self, number: int, item: Any) -> tuple[int, int, Any]:
+        return number, digest_of(item) if self._digests else 0, item
+
+    def _read_keyed(self, number: int) -> Any:
+        seed_generators(self._seed * 1_000_003 + number)
+        return self._read(number)
 
     def _read(self, number: int) -> Any:
         many: Callable[[list[int]], list[Any]] | None = getattr(self._items, "__getitems__", None)
@@ -437,8 +446,7 @@ def collated(job: Job, items: Sequence[tuple[int, int, Any]]) -> dict[str, Any]:
 
 def plain_batch(case: Case, numbers: Sequence[int]) -> Any:
     """Return the batch of these samples as the user's own loss takes it."""
-    data = TaggedData(case)
-    return collated(case.job, [data[number] for number in numbers])[_BATCH]
+    return collated(case.job, TaggedData(case).items(numbers))[_BATCH]
 
 
 def digest_of(value: Any) -> int:

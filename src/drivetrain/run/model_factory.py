@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from drivetrain.checkpoint import CheckpointError, Weights, WeightsTaken, load_weights, read_weights
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError, returned
+from drivetrain.core.isolation import seed_torch
 from drivetrain.core.log import notice
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.value import format_bytes
@@ -67,7 +68,7 @@ def build_model(run: Session, *, modes_stay: bool = False) -> nn.Module:
 
     It is in training mode then; `modes_stay` says that the caller puts the modes of its modules back.
     """
-    torch.manual_seed(run.job.seed)  # the same weights on every rank, and in every run of this seed
+    seed_torch(run.job.seed)  # the same weights on every rank, and in every run of this seed
     made, notes = unwrapped(_made(run))
     refuse_other_train(made)
     refuse_cut(made)

@@ -22,7 +22,7 @@ from drivetrain.checkpoint.weights import plainly_named
 from drivetrain.core.aims import Aim, in_words
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.goodput import read_account
-from drivetrain.core.isolation import copied, generators_kept
+from drivetrain.core.isolation import copied, generators_kept, seed_torch
 from drivetrain.core.launchers import supervision
 from drivetrain.core.metrics import StepRecord
 from drivetrain.core.optimizers import tell_plain_steps
@@ -144,7 +144,7 @@ def new_model(job: Job) -> nn.Module:
             )
         return unwrapped(copied(job.model))[0].cpu()
     with generators_kept():
-        torch.manual_seed(job.seed)  # buffers that no checkpoint has are those of the run
+        seed_torch(job.seed)  # buffers that no checkpoint has are those of the run
         return unwrapped(checked(job.model()))[0].cpu()
 
 
