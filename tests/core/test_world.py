@@ -15,30 +15,39 @@ from drivetrain.core.world import World, agreed_prefix
 from tests.gloo_pool import GlooPool
 
 
-def do_on_main(fails: bool) -> tuple[str, list[int]]:
+def do_on_main(error: str) -> tuple[str, list[int]]:
     """Return what `main_does` gave or raised on this rank, and the ranks that did the work."""
     world = World.join([torch.device("cpu")])
     did: list[int] = []
 
     def work() -> str:
         did.append(world.rank)
-        if fails:
+        if error == "ours":
             raise DrivetrainError("the folder is full", remedy="empty it")
+        if error:
+            raise ValueError("of a library")
         return "done"
 
     try:
         return world.main_does(work), did
-    except DrivetrainError as error:
-        return f"{error.message}; {error.remedy}", did
+    except DrivetrainError as found:
+        return f"{found.message}; {found.remedy}", did
+    except ValueError as found:
+        return f"itself: {found}", did
 
 
 def test_rank_0_does_it_and_all_have_the_result(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(do_on_main, False, world=2) == [("done", [0]), ("done", [])]
+    assert gloo_pool.run(do_on_main, "", world=2) == [("done", [0]), ("done", [])]
 
 
 def test_the_error_of_rank_0_is_raised_on_all(gloo_pool: GlooPool) -> None:
     error = "the folder is full; empty it"
-    assert gloo_pool.run(do_on_main, True, world=2) == [(error, [0]), (error, [])]
+    assert gloo_pool.run(do_on_main, "ours", world=2) == [(error, [0]), (error, [])]
+
+
+def test_another_error_of_rank_0_leaves_no_rank_waiting(gloo_pool: GlooPool) -> None:
+    told = ("rank 0 raised ValueError: of a library; rank 0 shows where", [])
+    assert gloo_pool.run(do_on_main, "another", world=2, time_limit_seconds=60) == [("itself: of a library", [0]), told]
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -197,12 +197,18 @@ class World:
     def main_does(self, work: Callable[[], T]) -> T:
         """Have rank 0 do something; return its result, which has to be JSON, or raise its error, on every rank."""
         answer: dict[str, Any] = {}
+        other: Exception | None = None
         if self.is_main:
             try:
                 answer = {"value": work()}
             except DrivetrainError as error:
                 answer = {"message": error.message, "remedy": error.remedy}
+            except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks wait to hear of it)
+                other = error
+                answer = {"message": f"rank 0 raised {type(error).__name__}: {error}", "remedy": "rank 0 shows where"}
         answer = self.agree(answer)
+        if other is not None:
+            raise other
         if "message" in answer:
             raise DrivetrainError(answer["message"], remedy=answer["remedy"])
         value: T = answer["value"]
