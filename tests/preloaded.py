@@ -4,7 +4,6 @@ None of it is ever garbage. A process forked from it that looked for some would 
 """
 
 import gc
-import weakref
 from contextlib import suppress
 from importlib import import_module
 
@@ -44,9 +43,6 @@ with suppress(ImportError):
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("gpt2")
-# To take each of torch's libraries out of the dispatcher again takes 0.1 s at the end of every process.
-for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
-    finalizer.atexit = False
 gc.freeze()
 gc.enable()
 gc.set_threshold(20_000)  # as in conftest.py
