@@ -4,7 +4,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
@@ -301,7 +301,7 @@ class Case:
 
     @property
     def clips(self) -> bool:
-        """Whether some gradient is clipped."""
+        """Return whether any gradient is clipped."""
         return any(self.clip_of(name) is not None for name in self.job.optims or ("",))
 
     def without_clipping(self) -> "Case":
@@ -421,18 +421,15 @@ class TaggedData(Dataset[Any]):
         return self.items([number])[0]
 
     def items(self, numbers: Sequence[int]) -> list[tuple[int, int, Any]]:
-        """Return several items, for one look at the generators: it takes longer than most items."""
-        if not self._keyed:
-            return [self._told(number, self._read(number)) for number in numbers]
-        with generators_kept():
-            return [(number, 0, self._read_keyed(number)) for number in numbers]
+        """Return several items. The global generators are saved once for all: that takes longer than most items."""
+        with generators_kept() if self._keyed else nullcontext():
+            return [self._item(number) for number in numbers]
 
-    def _told(self, number: int, item: Any) -> tuple[int, int, Any]:
-        return number, digest_of(item) if self._digests else 0, item
-
-    def _read_keyed(self, number: int) -> Any:
-        seed_generators(self._seed * 1_000_003 + number)
-        return self._read(number)
+    def _item(self, number: int) -> tuple[int, int, Any]:
+        if self._keyed:
+            seed_generators(self._seed * 1_000_003 + number)
+        item = self._read(number)
+        return number, digest_of(item) if self._digests and not self._keyed else 0, item
 
     def _read(self, number: int) -> Any:
         many: Callable[[list[int]], list[Any]] | None = getattr(self._items, "__getitems__", None)
