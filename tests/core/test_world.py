@@ -46,7 +46,7 @@ def test_the_error_of_rank_0_is_raised_on_all(gloo_pool: GlooPool) -> None:
 
 
 def test_another_error_of_rank_0_leaves_no_rank_waiting(gloo_pool: GlooPool) -> None:
-    told = ("rank 0 raised ValueError: of a library; rank 0 shows where", [])
+    told = ("rank 0 raised ValueError: of a library; see the traceback of rank 0", [])
     assert gloo_pool.run(do_on_main, "another", world=2, time_limit_seconds=60) == [("itself: of a library", [0]), told]
 
 

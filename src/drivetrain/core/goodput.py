@@ -413,11 +413,11 @@ class _Book:
         seconds["step" if is_open else "step_lost"] += tail
         rest = life.seconds - tail - sum(last.get(name, 0.0) for name in _OF_LOOP)
         seconds["other"] += max(0.0, rest)
-        # A rank had died: the main process waited for it in its last step, in time that is recovery's.
-        twice = max(0.0, -rest)
-        of_lost = min(twice, last.get("step", 0.0) - kept.get("step", 0.0))
+        # Another rank had died: the main process waited for it in its last step, which recovery's time holds already.
+        overlap = max(0.0, -rest)
+        of_lost = min(overlap, last.get("step", 0.0) - kept.get("step", 0.0))
         seconds["step_lost"] -= of_lost
-        seconds["step"] -= min(twice - of_lost, kept.get("step", 0.0))
+        seconds["step"] -= min(overlap - of_lost, kept.get("step", 0.0))
 
     def _interruptions(self) -> tuple[dict[str, int], tuple[int, ...], tuple[float, ...]]:
         causes = Counter(cause for _, cause, _ in self._failures)

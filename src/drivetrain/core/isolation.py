@@ -45,8 +45,8 @@ def generators_kept() -> Iterator[None]:
 def seed_torch(seed: int) -> None:
     """Seed torch's generators, as `torch.manual_seed` does.
 
-    Where there is no accelerator, that takes a millisecond, and memory: it keeps a traceback of each call for the
-    devices that may be initialized later.
+    For devices that are not initialized yet, `torch.manual_seed` keeps each call with its traceback, which takes memory
+    and up to a millisecond. That is left out where there is no accelerator.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(seed)

@@ -205,7 +205,8 @@ class World:
                 answer = {"message": error.message, "remedy": error.remedy}
             except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks wait to hear of it)
                 other = error
-                answer = {"message": f"rank 0 raised {type(error).__name__}: {error}", "remedy": "rank 0 shows where"}
+                message = f"rank 0 raised {type(error).__name__}: {error}"
+                answer = {"message": message, "remedy": "see the traceback of rank 0"}
         answer = self.agree(answer)
         if other is not None:
             raise other
